@@ -1,0 +1,1 @@
+"""Engine types end here: one package for each engine."""

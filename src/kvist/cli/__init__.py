@@ -1,0 +1,1 @@
+"""The ``kvist`` command. The only place that configures logging."""

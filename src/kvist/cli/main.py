@@ -1,0 +1,112 @@
+"""``kvist serve`` and ``kvist status``: arguments in, exit codes and text for people out.
+
+Exit codes: 0 done, 1 the daemon is not there or refused, 2 wrong arguments or configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvist import __version__
+from kvist.client.client import Client
+from kvist.errors import ConfigError, KvistError
+from kvist.server.config import ServeConfig, load_config, process_environment
+from kvist.server.daemon import run
+from kvist.units import format_nbytes
+from kvist.wire import messages as wire
+from kvist.wire.address import default_socket_path
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="A KV-cache service for LLM inference engines.")
+_errors = Console(stderr=True)
+_output = Console()
+
+Socket = Annotated[str | None, typer.Option("--socket", help="Path of the daemon's Unix socket.")]
+
+
+@app.command()
+def serve(
+    pool: Annotated[str | None, typer.Option(help="Host memory for the cache, such as 8GiB.")] = None,
+    socket: Socket = None,
+    lease_ttl_s: Annotated[float | None, typer.Option(help="Seconds that a looked-up prefix is held.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with any of the options.")] = None,
+) -> None:
+    """Run the daemon of this host until it is told to stop (SIGTERM, Ctrl-C)."""
+    flags = {"pool": pool, "socket": socket, "lease_ttl_s": lease_ttl_s, "log_level": log_level}
+    try:
+        options = load_config(config, flags, process_environment())
+        _configure_logging(options.log_level)
+        run(options, on_progress=_Progress(options), on_ready=lambda: _errors.print("kvist: ready", highlight=False))
+    except ConfigError as error:
+        _errors.print(f"kvist: {error}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+@app.command()
+def status(
+    socket: Socket = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show what the daemon holds and has done."""
+    client = Client(socket or default_socket_path(os.getuid()), engine_id="kvist-status", name="kvist status")
+    logging.disable()
+    try:
+        reply = client.call(wire.Status, deadline_s=5.0)
+    except KvistError as error:
+        _errors.print(f"kvist: {error}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    assert isinstance(reply, wire.StatusReply)
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply)).decode() + "\n")
+    else:
+        _output.print(_status_table(reply))
+
+
+@app.command()
+def version() -> None:
+    """Show the versions of this program and of its protocol."""
+    _output.print(f"kvist {__version__}, protocol {wire.PROTOCOL_VERSION}", highlight=False)
+
+
+class _Progress:
+    """Tells how much of the pool is present: a line a tenth."""
+
+    def __init__(self, options: ServeConfig) -> None:
+        self._nbytes = options.pool
+        self._tenth = 0
+
+    def __call__(self, nbytes: int) -> None:
+        tenth = 10 * nbytes // self._nbytes
+        if tenth > self._tenth:
+            self._tenth = tenth
+            of = f"{format_nbytes(min(nbytes, self._nbytes))} of {format_nbytes(self._nbytes)}"
+            _errors.print(f"kvist: pool {of}", highlight=False)
+
+
+def _status_table(reply: wire.StatusReply) -> Table:
+    table = Table("", "now", title=f"kvist daemon, pid {reply.pid}", title_justify="left")
+    used = f"{format_nbytes(reply.pool_used_nbytes)} of {format_nbytes(reply.pool_nbytes)}"
+    table.add_row("pool", used + (" (draining)" if reply.is_draining else ""))
+    table.add_row("chunks", f"{reply.num_sealed} sealed, {reply.num_reserved} being written, {reply.num_pinned} pinned")
+    table.add_row("sessions", f"{reply.num_sessions}, {reply.num_registered} with KV memory")
+    table.add_row("leases", str(reply.num_leases))
+    table.add_row("copies in flight", str(reply.num_copies_in_flight))
+    table.add_section()
+    for name, value in sorted(reply.counters.items()):
+        table.add_row(name, format_nbytes(value) if name.startswith("bytes_") else str(value))
+    return table
+
+
+def _configure_logging(level: str) -> None:
+    logging.basicConfig(  # noqa: TID251 -- this is the place
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )

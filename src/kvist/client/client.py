@@ -1,0 +1,252 @@
+"""Requests to the daemon, and what becomes of them.
+
+The laws: no call blocks unless it is told for how long. Every request that was submitted ends as *answered* or as
+*lost*; lost means that the daemon is gone for good, with all its copies, and never merely that it is slow. A daemon
+that is slow beyond the deadline is *late*: it gets no new requests until it has answered the old ones, and whatever
+the old ones name (blocks above all) stays in its hands until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kvist.client.connection import Connection
+from kvist.errors import REFUSALS, DeadlineExceeded, KvistError, Overloaded, ProtocolError, Refused, Unreachable
+from kvist.wire import messages as wire
+from kvist.wire.codec import encode
+
+logger = logging.getLogger(__name__)
+
+RETRY_S: Final = 0.1
+"""Between two attempts to connect."""
+
+Build = Callable[[int], wire.Request]
+"""Makes a request with the id that it is given."""
+
+
+class Registrar(Protocol):
+    """Describes a worker's memory each time a connection begins."""
+
+    def __call__(self, request_id: int) -> tuple[wire.Register, Sequence[int]]:
+        """Return the registration and the descriptors that go with it, which stay the callee's."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """One request on its way. Only ``Client`` writes to it."""
+
+    id: int
+    sent_at: float
+    reply: wire.Reply | None = None
+    is_lost: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Answered or lost."""
+        return self.is_lost or self.reply is not None
+
+
+@dataclass(slots=True)
+class _Link:
+    """A connection and what is known of its other end."""
+
+    connection: Connection
+    pending: dict[int, Pending] = field(default_factory=dict)
+    welcome: wire.Welcome | None = None
+
+
+class Client:
+    """One process's session with the daemon: connects, registers, and does so again when the daemon comes back."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        engine_id: str,
+        name: str,
+        deadline_s: float = 1.0,
+        registrar: Registrar | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin unconnected; the first request connects."""
+        self.path = path
+        self.deadline_s = deadline_s
+        self.registration: wire.Registered | wire.Error | None = None
+        """The daemon's answer to this connection's registration."""
+        self._engine_id = engine_id
+        self._name = name
+        self._registrar = registrar
+        self._clock = clock
+        self._link: _Link | None = None
+        self._next_attempt = 0.0
+        self._next_id = 1
+        self._last_failure = ""
+
+    @property
+    def welcome(self) -> wire.Welcome | None:
+        """The daemon's greeting; None while there is no connection, or none that was answered."""
+        return self._link.welcome if self._link else None
+
+    @property
+    def is_connected(self) -> bool:
+        """A connection stands, as far as is known."""
+        return self._link is not None
+
+    @property
+    def is_late(self) -> bool:
+        """The oldest unanswered request is past the deadline."""
+        if self._link is None or not self._link.pending:
+            return False
+        oldest = next(iter(self._link.pending.values()))
+        return self._clock() - oldest.sent_at > self.deadline_s
+
+    @property
+    def num_unanswered(self) -> int:
+        """Requests whose end is not known."""
+        return len(self._link.pending) if self._link else 0
+
+    def submit(self, build: Build) -> Pending:
+        """Send a request and return at once; lost at once if there is no daemon, or it is late."""
+        if self._link is None:
+            self._connect()
+        if self._link is None or self.is_late:
+            return Pending(0, self._clock(), is_lost=True)
+        return self._send(self._link, build)
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take in the replies that have come; wait at most ``timeout_s`` for the first."""
+        link = self._link
+        if link is None:
+            return
+        try:
+            for reply in link.connection.receive(timeout_s):
+                self._take(link, reply)
+        except (Unreachable, ProtocolError) as error:
+            self._lose(link, str(error))
+
+    def wait(self, pending: Pending, deadline_s: float | None = None) -> None:
+        """Poll until a request is over, for at most ``deadline_s``; without one, for the client's."""
+        end = self._clock() + (self.deadline_s if deadline_s is None else deadline_s)
+        while not pending.is_over and (left := end - self._clock()) > 0:
+            self.poll(left)
+
+    def call(self, build: Build, deadline_s: float | None = None) -> wire.Reply:
+        """Send a request and return its reply.
+
+        Raises:
+            Refused: the daemon's answer, as the class that it names.
+            DeadlineExceeded: no answer in time. The request may still be carried out.
+            Unreachable: there is no daemon, or it went away.
+        """
+        pending = self.submit(build)
+        self.wait(pending, deadline_s)
+        if pending.is_lost:
+            raise Unreachable(self._last_failure or f"the kvist daemon at {self.path} is late")
+        if pending.reply is None:
+            raise DeadlineExceeded(f"the kvist daemon at {self.path} has not answered in time")
+        if isinstance(pending.reply, wire.Error):
+            raise REFUSALS.get(pending.reply.code, Refused)(pending.reply.detail)
+        return pending.reply
+
+    def register(self, deadline_s: float | None = None) -> wire.Registered:
+        """Connect if need be, and return the daemon's answer to the registration.
+
+        Raises:
+            As ``call``.
+        """
+        self.call(wire.Ping, deadline_s)
+        end = self._clock() + (self.deadline_s if deadline_s is None else deadline_s)
+        while self.registration is None and self._link is not None and (left := end - self._clock()) > 0:
+            self.poll(left)
+        if isinstance(self.registration, wire.Error):
+            raise REFUSALS.get(self.registration.code, Refused)(self.registration.detail)
+        if self.registration is None:
+            raise DeadlineExceeded(f"the kvist daemon at {self.path} has not answered the registration in time")
+        return self.registration
+
+    def close(self) -> None:
+        """Close the connection; the daemon drops what this session holds. Idempotent."""
+        if self._link is not None:
+            self._lose(self._link, "closed by this process")
+
+    def _connect(self) -> None:
+        now = self._clock()
+        if now < self._next_attempt:
+            return
+        self._next_attempt = now + RETRY_S
+        try:
+            link = _Link(Connection(self.path))
+        except KvistError as error:
+            self._note_failure(str(error))
+            return
+        self._link = link
+        self.registration = None
+        self._send(link, self._hello)
+        if self._registrar is not None and self._link is link:
+            self._send_registration(link, self._registrar)
+
+    def _hello(self, request_id: int) -> wire.Request:
+        return wire.Hello(request_id, wire.MAGIC, wire.PROTOCOL_VERSION, self._engine_id, self._name)
+
+    def _send_registration(self, link: _Link, registrar: Registrar) -> None:
+        pending = self._new_pending(link)
+        message, fds = registrar(pending.id)
+        try:
+            link.connection.send(encode(message, num_fds=len(fds)), fds)
+        except (KvistError, OSError) as error:
+            self._lose(link, str(error))
+
+    def _new_pending(self, link: _Link) -> Pending:
+        pending = Pending(self._next_id, self._clock())
+        self._next_id += 1
+        link.pending[pending.id] = pending
+        return pending
+
+    def _send(self, link: _Link, build: Build) -> Pending:
+        pending = self._new_pending(link)
+        try:
+            link.connection.send(encode(build(pending.id)))
+        except (Overloaded, ProtocolError) as error:
+            del link.pending[pending.id]
+            pending.is_lost = True
+            self._note_failure(str(error))
+        except Unreachable as error:
+            self._lose(link, str(error))
+        return pending
+
+    def _take(self, link: _Link, reply: wire.Reply) -> None:
+        if isinstance(reply, wire.Welcome):
+            link.welcome = reply
+            self._last_failure = ""
+            logger.info(
+                "connected to kvist daemon=%s pid=%d path=%s", reply.daemon, link.connection.daemon_pid, self.path
+            )
+        elif isinstance(reply, wire.Registered) or (isinstance(reply, wire.Error) and reply.code == "layout_refused"):
+            self.registration = reply
+        pending = link.pending.pop(reply.id, None)
+        if pending is not None:
+            pending.reply = reply
+        elif isinstance(reply, wire.Error):
+            raise ProtocolError(f"{reply.code}: {reply.detail}")
+        if isinstance(reply, wire.Error) and link.welcome is None:
+            raise ProtocolError(f"{reply.code}: {reply.detail}")
+
+    def _lose(self, link: _Link, reason: str) -> None:
+        """Give a connection up: the daemon's end of it is closed, so nothing of what is pending will still happen."""
+        link.connection.close()
+        if self._link is link:
+            self._link = None
+        for pending in link.pending.values():
+            pending.is_lost = True
+        link.pending.clear()
+        self._note_failure(reason)
+
+    def _note_failure(self, reason: str) -> None:
+        if reason != self._last_failure:
+            logger.warning("kvist is not available: %s", reason)
+            self._last_failure = reason

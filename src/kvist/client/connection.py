@@ -1,0 +1,119 @@
+"""A socket to the daemon that never blocks: frames and descriptors out, replies in."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from kvist.errors import Overloaded, ProtocolError, Unreachable
+from kvist.units import MIB
+from kvist.wire.codec import FrameReader, decode_reply
+from kvist.wire.messages import Reply
+
+_UNSENT_NBYTES_MAX: Final = 16 * MIB
+_READ_NBYTES: Final = 64 * 1024
+_UCRED: Final = struct.Struct("3i")
+
+
+class Connection:
+    """One connection. After an ``Unreachable`` it is closed and stays so."""
+
+    def __init__(self, path: str) -> None:
+        """Connect.
+
+        Raises:
+            Unreachable: nobody listens at ``path``.
+            ProtocolError: whoever listens runs as another user, who must not get to see this engine's memory.
+        """
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise Unreachable(f"no kvist daemon answers at {path}: {error.strerror}") from error
+        self.daemon_pid, uid, _ = _UCRED.unpack(
+            self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        )
+        if uid not in (0, os.getuid()):
+            self._socket.close()
+            raise ProtocolError(f"{path} belongs to user {uid}; a daemon must run as root or as user {os.getuid()}")
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+
+    def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
+        """Send now what the kernel takes, and the rest with later calls; ``fds`` go with the first byte.
+
+        Raises:
+            Unreachable: the daemon is gone.
+            Overloaded: the daemon has stopped reading and the bound of unsent bytes is reached. Nothing was sent.
+        """
+        if len(self._unsent) + len(frame) > _UNSENT_NBYTES_MAX:
+            raise Overloaded(f"{len(self._unsent)} bytes to the daemon are unsent")
+        if fds:
+            self._send_with_fds(frame, fds)
+        else:
+            self._unsent += frame
+        self._flush()
+
+    def receive(self, timeout_s: float = 0.0) -> Iterator[Reply]:
+        """Yield the replies that have come, after waiting at most ``timeout_s`` for the first.
+
+        Raises:
+            Unreachable: the daemon is gone; all that it sent before has been yielded.
+            ProtocolError: what came is no reply.
+        """
+        if timeout_s > 0 or self._unsent:
+            self._wait(timeout_s)
+        while True:
+            try:
+                data = self._socket.recv(_READ_NBYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise self._lost(str(error)) from error
+            if not data:
+                raise self._lost(f"end of stream from pid {self.daemon_pid}")
+            for frame in self._reader.feed(data):
+                yield decode_reply(frame.body)
+            if len(data) < _READ_NBYTES:
+                return
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._socket.close()
+
+    def _wait(self, timeout_s: float) -> None:
+        self._flush()
+        self._poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        if any(events & select.POLLOUT for _, events in self._poll.poll(timeout_s * 1000)):
+            self._flush()
+
+    def _send_with_fds(self, frame: bytes, fds: Sequence[int]) -> None:
+        """Send a frame whose descriptors must travel with its own first byte, so nothing may be queued before it."""
+        while self._unsent:
+            self._wait(1.0)
+        try:
+            sent = socket.send_fds(self._socket, [frame], list(fds))
+        except OSError as error:
+            raise self._lost(str(error)) from error
+        self._unsent += frame[sent:]
+
+    def _flush(self) -> None:
+        if not self._unsent:
+            return
+        try:
+            del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise self._lost(str(error)) from error
+
+    def _lost(self, reason: str) -> Unreachable:
+        self.close()
+        return Unreachable(f"the kvist daemon (pid {self.daemon_pid}) is gone: {reason}")

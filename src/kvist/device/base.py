@@ -1,0 +1,45 @@
+"""The seam between the daemon and an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvist.model.handles import MemoryHandle
+from kvist.model.transfer import CopyPlan
+
+
+class Device(Protocol):
+    """One accelerator. Every method runs on the device's own executor thread; all tests of it are one suite."""
+
+    @property
+    def kind(self) -> str:
+        """Which memory handles it opens."""
+        ...
+
+    def open_memory(self, handle: MemoryHandle, fd: int) -> int:
+        """Map a peer's allocation and return its address here; the caller keeps and closes ``fd``.
+
+        Raises:
+            LayoutError: the memory is not what the handle says, or could be taken away while it is mapped. Nothing
+                stays mapped.
+        """
+        ...
+
+    def close_memory(self, address: int, nbytes: int) -> None:
+        """Unmap what ``open_memory`` returned. The caller guarantees that no copy on it is running or will."""
+        ...
+
+    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range) -> list[int]:
+        """Copy the blocks of some of a plan's chunks into their slots; return a checksum of each.
+
+        ``bases`` holds the address of each allocation that the plan's planes name. All bytes have landed on return.
+        """
+        ...
+
+    def scatter(self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[int]) -> list[bool]:
+        """Copy slots into the blocks of some of a plan's chunks; return which of them are as their checksums say.
+
+        The blocks of a chunk that is not must not be used. The plan's skipped blocks are verified and not written.
+        """
+        ...

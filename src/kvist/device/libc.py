@@ -1,0 +1,56 @@
+"""The few system calls that Python's own modules offer only with the interpreter lock held, or not at all."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Final
+
+MADV_POPULATE_WRITE: Final = 23
+"""Linux 5.14: make all pages of a range present and writable, or fail; never a SIGBUS."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong,
+]  # fmt: skip
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+def map_shared(fd: int, nbytes: int) -> int:
+    """Map a file, readable and writable, and return its address.
+
+    Raises:
+        OSError: as mmap(2).
+    """
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mmap of {nbytes} bytes: {os.strerror(number)}")
+    return int(address)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Undo ``map_shared``.
+
+    Raises:
+        OSError: as munmap(2).
+    """
+    if _libc.munmap(address, nbytes):
+        number = ctypes.get_errno()
+        raise OSError(number, f"munmap of {nbytes} bytes: {os.strerror(number)}")
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Make every page of a mapped range present. Blocks, without the interpreter lock.
+
+    Raises:
+        OSError: there is not enough memory, or the kernel is older than 5.14 (EINVAL).
+    """
+    if _libc.madvise(address, nbytes, MADV_POPULATE_WRITE):
+        number = ctypes.get_errno()
+        raise OSError(number, f"populating {nbytes} bytes: {os.strerror(number)}")

@@ -1,0 +1,264 @@
+"""The catalogue of chunks in the pool, as a forest of prefixes.
+
+The laws, held by ``check_invariants`` after every step of a simulation:
+
+* A chunk is absent, reserved (being written) or sealed (readable, immutable). Only ``seal`` publishes.
+* The index is closed under prefixes: a chunk's parent is in the index for as long as the chunk is. Evictions take
+  leaves; when a chunk must go at once, everything below it goes too.
+* A slot returns to the pool exactly once, and never while its chunk is reserved or pinned. A chunk that was dropped
+  under a pin is *doomed*: out of the catalogue, its slot freed with the last pin.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvist.index.eviction import EvictionPolicy
+from kvist.model.keys import ChunkKey
+
+
+class ChunkState(enum.Enum):
+    """``RESERVED`` bytes are being written; ``SEALED`` bytes never change; a ``DROPPED`` chunk is out of the index."""
+
+    RESERVED = "reserved"
+    SEALED = "sealed"
+    DROPPED = "dropped"
+
+
+class Chunk:
+    """One chunk and its place in the forest. Only ``ChunkIndex`` writes to it."""
+
+    __slots__ = (
+        "checksum", "first_child", "is_queued", "key", "last_used", "nbytes", "next_sibling", "num_hits", "parent",
+        "pins", "previous_sibling", "slot_offset", "state",
+    )  # fmt: skip
+
+    def __init__(self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int) -> None:
+        self.key = key
+        self.slot_offset = slot_offset
+        self.nbytes = nbytes
+        self.state = ChunkState.RESERVED
+        self.checksum = 0
+        self.pins = 0
+        self.last_used = 0
+        self.num_hits = 0
+        self.is_queued = False
+        self.parent = parent
+        self.first_child: Chunk | None = None
+        self.next_sibling: Chunk | None = None
+        self.previous_sibling: Chunk | None = None
+
+    def children(self) -> Iterator[Chunk]:
+        child = self.first_child
+        while child is not None:
+            following = child.next_sibling
+            yield child
+            child = following
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """Counts at one instant."""
+
+    num_reserved: int
+    num_sealed: int
+    num_pinned: int
+    num_doomed: int
+    """Dropped while pinned or being written: their slots are still taken."""
+    num_evicted: int
+    """Since the start."""
+
+
+class ChunkIndex:
+    """Maps keys to slots, and decides what may be evicted. The daemon's loop is its only caller."""
+
+    def __init__(self, policy: EvictionPolicy, free_slot: Callable[[int, int], None]) -> None:
+        """Begin empty; ``free_slot(slot_offset, nbytes)`` takes slots back."""
+        self._policy = policy
+        self._free_slot = free_slot
+        self._chunks: dict[ChunkKey, Chunk] = {}
+        self._queue: list[tuple[int, int, Chunk]] = []
+        self._clock = 0
+        self._sequence = 0
+        self._num_reserved = 0
+        self._num_pinned = 0
+        self._num_doomed = 0
+        self._num_evicted = 0
+
+    def get(self, key: ChunkKey) -> Chunk | None:
+        """Return the chunk of ``key``, reserved or sealed."""
+        return self._chunks.get(key)
+
+    def match(self, keys: Sequence[ChunkKey]) -> list[Chunk]:
+        """Return the chunks of the longest prefix of ``keys`` that is sealed."""
+        chunks = self._chunks
+        found = []
+        for key in keys:
+            chunk = chunks.get(key)
+            if chunk is None or chunk.state is not ChunkState.SEALED:
+                break
+            found.append(chunk)
+        return found
+
+    def touch(self, chunks: Iterable[Chunk]) -> None:
+        """Record one use of a whole prefix."""
+        self._clock += 1
+        for chunk in chunks:
+            chunk.last_used = self._clock
+            chunk.num_hits += 1
+
+    def reserve(self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int) -> Chunk:
+        """Announce that ``key`` is being written into a slot; it hangs below ``parent`` from now on."""
+        assert key not in self._chunks
+        assert parent is None or parent.state is not ChunkState.DROPPED
+        chunk = Chunk(key, parent, slot_offset, nbytes)
+        self._clock += 1
+        chunk.last_used = self._clock
+        self._chunks[key] = chunk
+        self._num_reserved += 1
+        if parent is not None:
+            chunk.next_sibling = parent.first_child
+            if parent.first_child is not None:
+                parent.first_child.previous_sibling = chunk
+            parent.first_child = chunk
+        return chunk
+
+    def seal(self, chunk: Chunk, checksum: int) -> bool:
+        """Publish a chunk whose bytes have landed; return whether it was still wanted."""
+        if chunk.state is ChunkState.DROPPED:
+            self._settle(chunk)
+            return False
+        assert chunk.state is ChunkState.RESERVED
+        self._num_reserved -= 1
+        chunk.state = ChunkState.SEALED
+        chunk.checksum = checksum
+        self._offer(chunk)
+        return True
+
+    def abort(self, chunk: Chunk) -> None:
+        """Undo a reservation whose copy is over; what was reserved below it is dropped with it."""
+        if chunk.state is ChunkState.DROPPED:
+            self._settle(chunk)
+            return
+        assert chunk.state is ChunkState.RESERVED
+        for child in list(chunk.children()):
+            self.drop(child)
+        self._num_reserved -= 1
+        self._remove(chunk)
+        self._free_slot(chunk.slot_offset, chunk.nbytes)
+
+    def pin(self, chunk: Chunk) -> None:
+        """Hold a sealed chunk against eviction and re-use of its slot."""
+        assert chunk.state is ChunkState.SEALED
+        chunk.pins += 1
+        self._num_pinned += chunk.pins == 1
+
+    def unpin(self, chunk: Chunk) -> None:
+        """Undo one ``pin``."""
+        assert chunk.pins > 0
+        chunk.pins -= 1
+        if chunk.pins:
+            return
+        self._num_pinned -= 1
+        if chunk.state is ChunkState.DROPPED:
+            self._settle(chunk)
+        else:
+            self._offer(chunk)
+
+    def drop(self, chunk: Chunk) -> None:
+        """Take a chunk and everything below it out of the catalogue; held slots are freed with their last hold."""
+        if chunk.state is ChunkState.DROPPED:
+            return
+        below = [chunk]
+        for node in below:
+            below.extend(node.children())
+        for node in reversed(below):
+            is_reserved = node.state is ChunkState.RESERVED
+            is_held = node.pins > 0 or is_reserved
+            self._num_reserved -= is_reserved
+            self._remove(node)
+            if is_held:
+                self._num_doomed += 1
+            else:
+                self._free_slot(node.slot_offset, node.nbytes)
+
+    def evict(self) -> int | None:
+        """Free the slot of the unpinned leaf that the policy ranks lowest; return its bytes, None if there is none."""
+        while self._queue:
+            rank, _, chunk = heapq.heappop(self._queue)
+            chunk.is_queued = False
+            if not self._is_evictable(chunk):
+                continue
+            if self._rank(chunk) != rank:
+                self._offer(chunk)
+                continue
+            parent = chunk.parent
+            self._remove(chunk)
+            self._num_evicted += 1
+            self._free_slot(chunk.slot_offset, chunk.nbytes)
+            if parent is not None:
+                self._offer(parent)
+            return chunk.nbytes
+        return None
+
+    def stats(self) -> IndexStats:
+        """Return current counts; cheap."""
+        return IndexStats(
+            num_reserved=self._num_reserved,
+            num_sealed=len(self._chunks) - self._num_reserved,
+            num_pinned=self._num_pinned,
+            num_doomed=self._num_doomed,
+            num_evicted=self._num_evicted,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert the module's laws over the whole index. Costs a walk; for tests."""
+        for key, chunk in self._chunks.items():
+            assert chunk.key == key
+            assert chunk.state in (ChunkState.RESERVED, ChunkState.SEALED)
+            assert chunk.state is ChunkState.SEALED or chunk.pins == 0
+            if chunk.parent is not None:
+                assert self._chunks.get(chunk.parent.key) is chunk.parent, "a chunk outlived its parent"
+                assert any(child is chunk for child in chunk.parent.children())
+            for child in chunk.children():
+                assert child.parent is chunk
+                assert self._chunks.get(child.key) is child
+            if self._is_evictable(chunk):
+                assert chunk.is_queued, "an evictable chunk nobody will ever evict"
+        assert self._num_reserved == sum(c.state is ChunkState.RESERVED for c in self._chunks.values())
+        num_pinned = sum(chunk.pins > 0 for chunk in self._chunks.values())
+        assert num_pinned <= self._num_pinned <= num_pinned + self._num_doomed
+        queued = [chunk for _, _, chunk in self._queue]
+        assert len(queued) == len({id(chunk) for chunk in queued})
+
+    def _settle(self, chunk: Chunk) -> None:
+        self._num_doomed -= 1
+        self._free_slot(chunk.slot_offset, chunk.nbytes)
+
+    def _remove(self, chunk: Chunk) -> None:
+        """Unlink a chunk that has no children left."""
+        assert chunk.first_child is None
+        del self._chunks[chunk.key]
+        chunk.state = ChunkState.DROPPED
+        if chunk.previous_sibling is not None:
+            chunk.previous_sibling.next_sibling = chunk.next_sibling
+        elif chunk.parent is not None:
+            chunk.parent.first_child = chunk.next_sibling
+        if chunk.next_sibling is not None:
+            chunk.next_sibling.previous_sibling = chunk.previous_sibling
+        chunk.parent = chunk.next_sibling = chunk.previous_sibling = None
+
+    def _is_evictable(self, chunk: Chunk) -> bool:
+        return chunk.state is ChunkState.SEALED and chunk.pins == 0 and chunk.first_child is None
+
+    def _rank(self, chunk: Chunk) -> int:
+        return self._policy.rank(last_used=chunk.last_used, num_hits=chunk.num_hits)
+
+    def _offer(self, chunk: Chunk) -> None:
+        if not chunk.is_queued and self._is_evictable(chunk):
+            chunk.is_queued = True
+            self._sequence += 1
+            heapq.heappush(self._queue, (self._rank(chunk), self._sequence, chunk))

@@ -1,0 +1,210 @@
+"""Where a block's bytes lie inside an engine's KV memory.
+
+Every layout is one affine formula, in bytes::
+
+    address(block, kv, token, head) = base + offset + block * block_stride
+                                           + kv * kv_stride + token * token_stride + head * head_stride
+
+and at each address lies one *row* of ``row_nbytes`` contiguous bytes. A page whose inside only its engine
+understands is the same formula with one row as long as the page. Everything is checked when a value is made: no
+address of an accepted layout leaves its memory, and no two rows share a byte. After that, ``row_offsets`` is the only
+question that anybody asks.
+
+A chunk's *canonical* order is ``[layer][kv][block][token][head]``, rows one behind another, whatever the strides.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.errors import LayoutError
+
+Int64s = npt.NDArray[np.int64]
+
+
+class GroupKind(enum.Enum):
+    """What a layer group needs of a prefix in order to go on from its end."""
+
+    FULL = "full"
+    """All of it."""
+    WINDOW = "window"
+    """The last tokens only."""
+    CHUNKED = "chunked"
+    """The current attention chunk only."""
+    RECURRENT = "recurrent"
+    """One state, taken exactly at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlane:
+    """How one layer's rows lie in one registered allocation. Sizes, offsets and strides are in bytes."""
+
+    memory: int
+    """Which of the registered allocations."""
+    offset: int
+    """Of block 0's first row from that allocation's start."""
+    num_blocks: int
+    block_stride: int
+    row_nbytes: int
+    num_kv: int = 1
+    """2 where K and V rows lie apart, 1 where they are fused, latent or opaque."""
+    kv_stride: int = 0
+    num_tokens: int = 1
+    """Rows along the block's tokens; 1 for an opaque page."""
+    token_stride: int = 0
+    num_heads: int = 1
+    head_stride: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.num_blocks, self.row_nbytes, self.num_kv, self.num_tokens, self.num_heads) <= 0:
+            raise LayoutError(f"counts and row_nbytes must be positive: {self}")
+        if min(self.memory, self.offset, *(stride for _, stride in self._steps())) < 0:
+            raise LayoutError(f"offsets and strides must not be negative: {self}")
+        extent = self.row_nbytes
+        # The smaller step must fit inside the larger one, so that no two rows share a byte.
+        for stride, count in sorted((stride, count) for count, stride in self._steps() if count > 1):
+            if stride < extent:
+                raise LayoutError(f"a stride of {stride} bytes overlaps rows that span {extent}: {self}")
+            extent += (count - 1) * stride
+
+    @property
+    def page_nbytes(self) -> int:
+        """Payload bytes of one block in this layer."""
+        return self.num_kv * self.num_tokens * self.num_heads * self.row_nbytes
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte behind the last row of the last block."""
+        return self.offset + self.row_nbytes + sum((count - 1) * stride for count, stride in self._steps())
+
+    @property
+    def page_extent_nbytes(self) -> int:
+        """Bytes from the first to behind the last row of one block, gaps included."""
+        return self.row_nbytes + sum((count - 1) * stride for count, stride in self._steps()[1:])
+
+    def runs(self) -> tuple[Int64s, int]:
+        """Return where one block's contiguous runs start, and how long each is.
+
+        Neighbouring rows are joined. Shape ``[num_kv, runs per kv]``, offsets from the block's first row, in canonical
+        order.
+        """
+        nbytes = self.row_nbytes
+        inner = [(self.num_tokens, self.token_stride), (self.num_heads, self.head_stride)]
+        while inner and (inner[-1][0] == 1 or inner[-1][1] == nbytes):
+            nbytes *= inner.pop()[0]
+        starts: Int64s = np.zeros(1, dtype=np.int64)
+        for count, stride in inner:
+            starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
+        kv = np.arange(self.num_kv, dtype=np.int64) * self.kv_stride
+        return kv[:, None] + starts[None, :], nbytes
+
+    def _steps(self) -> list[tuple[int, int]]:
+        return [
+            (self.num_blocks, self.block_stride),
+            (self.num_kv, self.kv_stride),
+            (self.num_tokens, self.token_stride),
+            (self.num_heads, self.head_stride),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share a block table and hit or miss together."""
+
+    kind: GroupKind
+    block_tokens: int
+    planes: tuple[LayerPlane, ...]
+    null_block: int | None = None
+    """A block id that stands for "no block" and is never read or written."""
+
+    def __post_init__(self) -> None:
+        if self.block_tokens <= 0 or not self.planes:
+            raise LayoutError(f"a group needs layers and a block of 1 token or more, not {self.block_tokens}")
+        counts = {plane.num_blocks for plane in self.planes}
+        if len(counts) > 1:
+            raise LayoutError(f"layers of one group have different numbers of blocks: {sorted(counts)}")
+        _check_apart(self.planes)
+
+    @property
+    def num_blocks(self) -> int:
+        """Block ids are in ``[0, num_blocks)``."""
+        return self.planes[0].num_blocks
+
+    @property
+    def block_nbytes(self) -> int:
+        """Payload bytes of one block over all layers."""
+        return sum(plane.page_nbytes for plane in self.planes)
+
+    def blocks_per_chunk(self, chunk_tokens: int) -> int:
+        """Return how many blocks a chunk is made of.
+
+        Raises:
+            LayoutError: ``chunk_tokens`` is no multiple of the block.
+        """
+        blocks, rest = divmod(chunk_tokens, self.block_tokens)
+        if rest or not blocks:
+            raise LayoutError(
+                f"chunk_tokens {chunk_tokens} is no multiple of the engine's block of {self.block_tokens} tokens; "
+                f"set it to {max(1, blocks) * self.block_tokens} or another multiple"
+            )
+        return blocks
+
+    def fingerprint(self, content: str) -> str:
+        """Name the canonical order of this group's chunks; ``content`` says what a row holds.
+
+        Strides, offsets and block counts do not enter: engines that differ only in these share chunks.
+        """
+        rows = [f"{p.num_kv}x{p.num_heads}x{p.row_nbytes}" for p in self.planes]
+        opaque = "" if any(p.num_tokens > 1 for p in self.planes) else f"|page{self.block_tokens}"
+        text = f"{self.kind.value}|{content}{opaque}|{';'.join(rows)}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The KV memory of one engine worker."""
+
+    memory_nbytes: tuple[int, ...]
+    """Size of each registered allocation."""
+    groups: tuple[LayerGroup, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups or not self.memory_nbytes:
+            raise LayoutError(f"{len(self.memory_nbytes)} allocations, {len(self.groups)} groups: neither may be 0")
+        for plane in (plane for group in self.groups for plane in group.planes):
+            if plane.memory >= len(self.memory_nbytes):
+                raise LayoutError(f"a plane names allocation {plane.memory} of {len(self.memory_nbytes)}")
+            if plane.end > self.memory_nbytes[plane.memory]:
+                raise LayoutError(
+                    f"a plane ends at byte {plane.end} of allocation {plane.memory}, which has "
+                    f"{self.memory_nbytes[plane.memory]}"
+                )
+
+
+def _check_apart(planes: Sequence[LayerPlane]) -> None:
+    """Refuse planes of one group that share a byte, or that cannot be shown not to."""
+    ordered = sorted(planes, key=lambda plane: (plane.memory, plane.offset))
+    for first, second in _overlapping_spans(ordered):
+        # Spans may interleave where the block is outermost: then each block's pages must lie apart.
+        if first.block_stride != second.block_stride or first.num_blocks != second.num_blocks:
+            raise LayoutError(f"two layers overlap in allocation {first.memory}: {first} and {second}")
+        gap = second.offset - first.offset
+        inside = first.page_extent_nbytes <= gap and gap + second.page_extent_nbytes <= first.block_stride
+        if first.num_blocks > 1 and not inside:
+            raise LayoutError(f"two layers overlap in allocation {first.memory}: {first} and {second}")
+        if first.num_blocks == 1 and gap < first.page_extent_nbytes:
+            raise LayoutError(f"two layers overlap in allocation {first.memory}: {first} and {second}")
+
+
+def _overlapping_spans(ordered: Sequence[LayerPlane]) -> Iterator[tuple[LayerPlane, LayerPlane]]:
+    for index, first in enumerate(ordered):
+        for second in ordered[index + 1 :]:
+            if second.memory != first.memory or second.offset >= first.end:
+                break
+            yield first, second

@@ -1,0 +1,1 @@
+"""The daemon: request control flow, sessions, transport and their composition."""

@@ -1,0 +1,114 @@
+"""The daemon's configuration: one frozen tree, from defaults, a TOML file, the environment and flags, in this order.
+
+The law: an unknown key or a value that does not fit stops the start, with the name of the key and of its source. This
+is the only module that reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from kvist.errors import ConfigError
+from kvist.units import GIB, parse_nbytes
+from kvist.wire.address import SOCKET_PATH_NBYTES_MAX, default_socket_path
+
+_ENVIRONMENT_PREFIX: Final = "KVIST_"
+_POOL_NBYTES_MIN: Final = 1 << 16
+
+
+class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of ``kvist serve``."""
+
+    socket: str = ""
+    """Path of the Unix socket; empty for the user's default."""
+    pool: int = 4 * GIB
+    """Bytes of host memory for chunks."""
+    lease_ttl_s: float = 30.0
+    """How long a looked-up prefix is held for an engine that neither loads nor releases it."""
+    allow_uids: tuple[int, ...] = ()
+    """Users besides the daemon's own (and root) who may connect."""
+    copy_threads: int = 2
+    """Threads that copy host memory."""
+    sessions_max: int = 256
+    requests_max: int = 1024
+    """Unanswered requests of one session."""
+    copies_max: int = 1024
+    """Queued copies of one device."""
+    drain_s: float = 10.0
+    """How long a stop waits for copies that have begun."""
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        counts = (self.copy_threads, self.sessions_max, self.requests_max, self.copies_max)
+        if min(counts) < 1 or min(self.lease_ttl_s, self.drain_s) <= 0:
+            raise ConfigError(f"counts and durations must be positive: {self}")
+        if self.pool < _POOL_NBYTES_MIN:
+            raise ConfigError(f"pool: {self.pool} bytes are too few; the least is {_POOL_NBYTES_MIN}")
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f"log_level: {self.log_level!r} is none of debug, info, warning, error")
+        if len(self.socket_path.encode()) > SOCKET_PATH_NBYTES_MAX:
+            raise ConfigError(
+                f"socket: {self.socket_path!r} is longer than the {SOCKET_PATH_NBYTES_MAX} bytes of a Unix address"
+            )
+
+    @property
+    def socket_path(self) -> str:
+        """Where the daemon listens."""
+        return self.socket or default_socket_path(os.getuid())
+
+
+def load_config(file: Path | None, flags: Mapping[str, Any], environment: Mapping[str, str]) -> ServeConfig:
+    """Merge defaults, ``file``, environment (``KVIST_POOL=8GiB``) and ``flags``; later ones win.
+
+    Raises:
+        ConfigError: an unknown key, or a value that does not fit; names the key and where it came from.
+    """
+    values: dict[str, Any] = {}
+    for source, layer in (
+        (str(file), _read_file(file)),
+        ("the environment", _read_environment(environment)),
+        ("the command line", {key: value for key, value in flags.items() if value is not None}),
+    ):
+        for key, value in layer.items():
+            if key not in ServeConfig.__struct_fields__:
+                known = ", ".join(ServeConfig.__struct_fields__)
+                raise ConfigError(f"unknown key {key!r} in {source}; known keys: {known}")
+            values[key] = _convert(key, value, source)
+    return ServeConfig(**values)
+
+
+def process_environment() -> Mapping[str, str]:
+    """Return this process's environment."""
+    return os.environ  # noqa: TID251 -- this is the place
+
+
+def _convert(key: str, value: object, source: str) -> object:
+    field = next(field for field in msgspec.structs.fields(ServeConfig) if field.name == key)
+    if key == "pool" and isinstance(value, str):
+        return parse_nbytes(value)
+    if field.type == tuple[int, ...] and isinstance(value, str):
+        value = [part for part in value.split(",") if part]
+    try:
+        return msgspec.convert(value, field.type, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{key} = {value!r} in {source}: {error}") from error
+
+
+def _read_file(file: Path | None) -> Mapping[str, Any]:
+    if file is None:
+        return {}
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+
+
+def _read_environment(environment: Mapping[str, str]) -> Mapping[str, str]:
+    prefix = _ENVIRONMENT_PREFIX
+    return {name[len(prefix) :].lower(): value for name, value in environment.items() if name.startswith(prefix)}

@@ -1,0 +1,116 @@
+"""The composition root: a pool, a device, a service and a socket make a daemon; a signal ends it in order.
+
+The law of the stop: new work is refused, copies that have begun are finished and answered (for at most ``drain_s``),
+then sessions end, memory is unmapped, threads are joined, and the socket's path is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Final
+
+from kvist import __version__
+from kvist.device.host import HostDevice
+from kvist.index.eviction import LeastRecentlyUsed
+from kvist.model.handles import DEVICE_KIND_HOST
+from kvist.server.config import ServeConfig
+from kvist.server.service import CacheService, Lane, Runtime
+from kvist.server.transport import Transport
+from kvist.storage.pool import Pool, open_pool
+from kvist.storage.slots import SlotAllocator
+from kvist.transfer.executor import Executor
+from kvist.units import format_nbytes
+from kvist.wire import messages as wire
+from kvist.wire.codec import FRAME_NBYTES_MAX
+
+logger = logging.getLogger(__name__)
+
+_SWITCH_INTERVAL_S: Final = 1e-4
+"""How long a thread may keep the interpreter from the loop; Python's default of 5 ms would be the loop's latency."""
+_TICK_S: Final = 0.25
+_POPULATE_THREADS_MAX: Final = 16
+
+
+def run(config: ServeConfig, *, on_progress: Callable[[int], None], on_ready: Callable[[], None]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    ``on_progress`` is told how many bytes of the pool are present, ``on_ready`` that clients can connect.
+
+    Raises:
+        ConfigError: the pool or the socket cannot be had; nothing is left behind.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    num_threads = min(_POPULATE_THREADS_MAX, os.cpu_count() or 1)
+    pool = open_pool(config.pool, num_threads=num_threads, on_progress=on_progress)
+    try:
+        asyncio.run(_serve(config, pool, on_ready))
+    finally:
+        pool.close()
+
+
+async def _serve(config: ServeConfig, pool: Pool, on_ready: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    device = HostDevice(pool.view, pool.address, num_threads=config.copy_threads)
+    executor = Executor(device, queue_max=config.copies_max)
+    boot_id = secrets.token_hex(8)
+    limits = wire.Limits(
+        frame_nbytes_max=FRAME_NBYTES_MAX, chunks_max=wire.CHUNKS_MAX, blocks_max=wire.BLOCKS_MAX,
+        requests_max=config.requests_max, lease_ttl_s=config.lease_ttl_s,
+    )  # fmt: skip
+    runtime = Runtime(
+        pid=os.getpid(), boot_id=boot_id, post=lambda call: _post(loop, call), clock=time.monotonic,
+        new_id=lambda: secrets.token_bytes(16), lanes={DEVICE_KIND_HOST: Lane(device, executor)},
+    )  # fmt: skip
+    service = CacheService(
+        runtime, SlotAllocator(pool.nbytes), LeastRecentlyUsed(), pool_nbytes=pool.nbytes, limits=limits
+    )
+    try:
+        transport = Transport(
+            service, config.socket_path, boot_id=boot_id, allow_uids=config.allow_uids,
+            sessions_max=config.sessions_max, limits=limits,
+        )  # fmt: skip
+        await _until_signalled(config, service, transport, on_ready)
+    finally:
+        executor.close()
+        device.close()
+
+
+async def _until_signalled(
+    config: ServeConfig, service: CacheService, transport: Transport, on_ready: Callable[[], None]
+) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with asyncio.TaskGroup() as tasks:
+        expiry = tasks.create_task(_expire_leases(service))
+        logger.info(
+            "serving version=%s pid=%d socket=%s pool=%s",
+            __version__, os.getpid(), config.socket_path, format_nbytes(config.pool),
+        )  # fmt: skip
+        on_ready()
+        await stop.wait()
+        logger.info("stopping copies=%d", service.num_copies_in_flight)
+        service.is_draining = True
+        transport.stop_listening()
+        await service.wait_drained(config.drain_s)
+        await transport.close()
+        expiry.cancel()
+    logger.info("stopped")
+
+
+def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(call)
+
+
+async def _expire_leases(service: CacheService) -> None:
+    while True:
+        await asyncio.sleep(_TICK_S)
+        service.expire_leases()

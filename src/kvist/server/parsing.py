@@ -1,0 +1,80 @@
+"""From a peer's fields to values of the model: what comes out is checked, what is wrong is refused with its value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from kvist.errors import KeyInvalid, LayoutError, LayoutRefused, Malformed
+from kvist.model.handles import MemoryHandle
+from kvist.model.keys import DIGEST_NBYTES, Digest, split_digests
+from kvist.model.layout import GroupKind, KVLayout, LayerGroup, LayerPlane
+from kvist.wire import messages as wire
+
+_KINDS = {kind.value: kind for kind in GroupKind}
+_INT64_MAX = 2**63 - 1
+
+
+def parse_digests(packed: bytes) -> list[Digest]:
+    """Read packed digests.
+
+    Raises:
+        Malformed: no whole number of them, or more than ``CHUNKS_MAX``.
+    """
+    if len(packed) > wire.CHUNKS_MAX * DIGEST_NBYTES:
+        raise Malformed(f"{len(packed) // DIGEST_NBYTES} digests are over the limit of {wire.CHUNKS_MAX}")
+    try:
+        return split_digests(packed)
+    except KeyInvalid as error:
+        raise Malformed(str(error)) from error
+
+
+def parse_layout(request: wire.Register) -> tuple[KVLayout, tuple[MemoryHandle, ...]]:
+    """Read what a worker says of its memory.
+
+    Raises:
+        LayoutRefused: it contradicts itself, leaves the memory, or overlaps.
+    """
+    num_planes = sum(len(group.planes) for group in request.groups)
+    if num_planes > wire.PLANES_MAX or len(request.memory) > wire.PLANES_MAX:
+        raise LayoutRefused(f"{num_planes} planes in {len(request.memory)} allocations; at most {wire.PLANES_MAX}")
+    try:
+        handles = tuple(MemoryHandle(spec.kind, spec.nbytes) for spec in request.memory)
+        layout = KVLayout(tuple(handle.nbytes for handle in handles), tuple(map(_parse_group, request.groups)))
+    except LayoutError as error:
+        raise LayoutRefused(str(error)) from error
+    if any(nbytes > _INT64_MAX for nbytes in layout.memory_nbytes):
+        raise LayoutRefused(f"allocations of {layout.memory_nbytes} bytes")
+    return layout, handles
+
+
+def _parse_group(spec: wire.GroupSpec) -> LayerGroup:
+    if spec.kind not in _KINDS:
+        raise LayoutError(f"unknown kind of layer group {spec.kind!r}; known kinds: {sorted(_KINDS)}")
+    planes = tuple(
+        LayerPlane(
+            memory=plane.memory, offset=plane.offset, num_blocks=plane.num_blocks, block_stride=plane.block_stride,
+            row_nbytes=plane.row_nbytes, num_kv=plane.num_kv, kv_stride=plane.kv_stride, num_tokens=plane.num_tokens,
+            token_stride=plane.token_stride, num_heads=plane.num_heads, head_stride=plane.head_stride,
+        )
+        for plane in spec.planes
+    )  # fmt: skip
+    return LayerGroup(_KINDS[spec.kind], spec.block_tokens, planes, spec.null_block)
+
+
+def duplicate_all(fds: Sequence[int]) -> list[int]:
+    """Return duplicates of ``fds``, owned by the caller."""
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))  # noqa: PERF401 -- what was duplicated before a failure must be closed
+    except OSError:
+        close_all(copies)
+        raise
+    return copies
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close every descriptor."""
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,80 @@
+"""Connected engine processes, and what each of them has put into the daemon's hands.
+
+States: connected → registered → draining → closed. The law: memory is unmapped only after the last copy on it has
+landed, and it is unmapped then whatever the reason for the end was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvist.index.leases import SessionId
+from kvist.model.handles import MemoryHandle
+from kvist.model.layout import KVLayout, LayerGroup
+from kvist.transfer.executor import Job
+from kvist.wire.messages import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end, as the kernel says."""
+
+    pid: int
+    uid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """One worker's KV memory, mapped and checked."""
+
+    shard: int
+    layout: KVLayout
+    group_number: int
+    blocks_per_chunk: int
+    handles: tuple[MemoryHandle, ...]
+    bases: tuple[int, ...]
+    """Address of each allocation in this process."""
+
+    @property
+    def group(self) -> LayerGroup:
+        """The layer group whose blocks are stored."""
+        return self.layout.groups[self.group_number]
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of one chunk of this worker."""
+        return self.group.block_nbytes * self.blocks_per_chunk
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connection after its HELLO."""
+
+    id: SessionId
+    peer: Peer
+    engine_id: str
+    name: str
+    send: Callable[[Reply], None]
+    registration: Registration | None = None
+    is_registering: bool = False
+    jobs: set[Job] = field(default_factory=set)
+    """Copies that have not landed."""
+    num_unanswered: int = 0
+    on_closed: Callable[[], None] | None = None
+    """Set when the end has begun; called when nothing of the session is left."""
+
+    @property
+    def is_draining(self) -> bool:
+        """The connection is over; what has begun is being finished or cancelled."""
+        return self.on_closed is not None
+
+    def cancel(self) -> None:
+        """Let no further slice of this session's copies begin."""
+        for job in self.jobs:
+            job.is_cancelled = True
+
+
+def num_registered(sessions: Sequence[Session]) -> int:
+    """Return how many sessions have KV memory mapped."""
+    return sum(session.registration is not None for session in sessions)

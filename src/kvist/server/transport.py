@@ -1,0 +1,307 @@
+"""The Unix socket: bytes, descriptors and peers in; messages to the service; replies out.
+
+The laws: a peer's user is checked before its first byte is read. Nothing that a peer does or leaves undone makes the
+daemon wait: reads and writes never block, what a peer does not read is bounded, and its end is seen as the end of its
+stream. A socket is closed only when the session's last copy has landed, so a peer that sees it closed knows that
+nothing writes to its memory any more.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from kvist import __version__
+from kvist.errors import ConfigError, Malformed, NotPermitted, Overloaded, ProtocolError, Refused, VersionMismatch
+from kvist.server.parsing import close_all
+from kvist.server.service import CacheService
+from kvist.server.sessions import Peer, Session
+from kvist.units import MIB
+from kvist.wire import messages as wire
+from kvist.wire.codec import FDS_MAX, FrameReader, decode_request, encode, request_id
+
+logger = logging.getLogger(__name__)
+
+_UNSENT_NBYTES_MAX: Final = 4 * MIB
+_READ_NBYTES: Final = 256 * 1024
+_CONTROL_NBYTES: Final = socket.CMSG_SPACE(FDS_MAX * 4)
+_UCRED: Final = struct.Struct("3i")
+_PRIVATE: Final = stat.S_IRWXU
+
+
+class Transport:
+    """Listens on one path, and owns its connections."""
+
+    def __init__(
+        self, service: CacheService, path: str, *, boot_id: str, allow_uids: Sequence[int], sessions_max: int,
+        limits: wire.Limits,
+    ) -> None:  # fmt: skip
+        self.service = service
+        self.boot_id = boot_id
+        self.limits = limits
+        self.scratch = bytearray(_READ_NBYTES)
+        self._allowed = {os.getuid(), 0, *allow_uids}
+        self._sessions_max = sessions_max
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._connections: set[_Connection] = set()
+        self._all_gone = asyncio.Event()
+        self._all_gone.set()
+        self._lock_fd, self._listener = _listen(path, is_private=not allow_uids)
+        self._loop.add_reader(self._listener, self._accept)
+
+    def stop_listening(self) -> None:
+        """Take no more connections, and give the path up. Idempotent."""
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            os.close(self._lock_fd)
+
+    async def close(self) -> None:
+        """End every connection, and return when nothing of any session is left."""
+        self.stop_listening()
+        for connection in list(self._connections):
+            connection.close("daemon stops")
+        await self._all_gone.wait()
+
+    def forget(self, connection: _Connection) -> None:
+        """Note that a connection is gone."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._all_gone.set()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise
+            logger.warning("connection not accepted error=%s", error)
+            return
+        sock.settimeout(0)
+        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        refusal: Refused | None = None
+        if uid not in self._allowed:
+            refusal = NotPermitted(f"user {uid} may not use this daemon; it serves {sorted(self._allowed)}")
+        elif len(self._connections) >= self._sessions_max:
+            refusal = Overloaded(f"{len(self._connections)} connections are open")
+        if refusal is not None:
+            logger.warning("connection refused pid=%d uid=%d reason=%s", pid, uid, refusal)
+            with contextlib.suppress(OSError):
+                sock.send(encode(wire.Error(0, refusal.code, str(refusal))))
+            sock.close()
+            return
+        self._all_gone.clear()
+        self._connections.add(_Connection(self, self._loop, sock, Peer(pid, uid)))
+
+
+class _Connection:
+    """One peer's socket. Becomes a session with its HELLO."""
+
+    def __init__(self, transport: Transport, loop: asyncio.AbstractEventLoop, sock: socket.socket, peer: Peer) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._sock = sock
+        self._peer = peer
+        self._reader = FrameReader()
+        self._fds: list[int] = []
+        self._unsent = bytearray()
+        self._session: Session | None = None
+        self._is_closing = False
+        loop.add_reader(sock, self._on_readable)
+
+    def close(self, reason: str) -> None:
+        """Read nothing more; close the socket when the session has ended. Idempotent."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        logger.debug("connection closing pid=%d reason=%s", self._peer.pid, reason)
+        self._loop.remove_reader(self._sock)
+        if self._session is None:
+            self._finish()
+        else:
+            self._transport.service.close_session(self._session, self._finish)
+
+    def send(self, reply: wire.Reply) -> None:
+        """Send a reply now if the peer reads, soon if it does so a little later; end the connection if it does not."""
+        self._unsent += encode(reply)
+        if len(self._unsent) > _UNSENT_NBYTES_MAX:
+            self._unsent.clear()
+            self.close("peer does not read its replies")
+        else:
+            self._flush()
+
+    def _on_readable(self) -> None:
+        try:
+            nbytes, control, flags, _ = self._sock.recvmsg_into(
+                [self._transport.scratch], _CONTROL_NBYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            return self.close(str(error))
+        for level, kind, data in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds += array.array("i", data[: len(data) & ~3])
+        if not nbytes:
+            return self.close("end of stream")
+        if flags & socket.MSG_CTRUNC:
+            return self.close("descriptors were lost")
+        try:
+            for frame in self._reader.feed(memoryview(self._transport.scratch)[:nbytes]):
+                self._on_frame(frame.body, frame.num_fds)
+                if self._is_closing:
+                    return None
+        except ProtocolError as error:
+            self._refuse_and_close(0, "protocol", error)
+        return None
+
+    def _on_frame(self, body: bytes, num_fds: int) -> None:
+        if num_fds > len(self._fds):
+            raise ProtocolError(f"a frame owns {num_fds} descriptors and {len(self._fds)} have come")
+        fds, self._fds = self._fds[:num_fds], self._fds[num_fds:]
+        try:
+            self._on_request(body, fds)
+        finally:
+            close_all(fds)
+
+    def _on_request(self, body: bytes, fds: Sequence[int]) -> None:
+        try:
+            request = decode_request(body)
+        except Malformed as error:
+            if self._session is None:
+                raise ProtocolError(f"no hello: {error}") from error
+            return self.send(wire.Error(request_id(body), error.code, str(error)))
+        if self._session is None:
+            return self._on_hello(request)
+        if fds and not isinstance(request, wire.Register):
+            raise ProtocolError(f"{len(fds)} descriptors with a {type(request).__name__}")
+        reply = self._transport.service.handle(self._session, request, fds)
+        if reply is not None:
+            self.send(reply)
+        return None
+
+    def _on_hello(self, request: wire.Request) -> None:
+        if not isinstance(request, wire.Hello) or request.magic != wire.MAGIC:
+            raise ProtocolError(f"a connection begins with a hello, not with {type(request).__name__}")
+        if request.version != wire.PROTOCOL_VERSION:
+            error = VersionMismatch(
+                f"the client speaks protocol {request.version}, the daemon (kvist {__version__}) speaks "
+                f"{wire.PROTOCOL_VERSION}; update the older of the two"
+            )
+            return self._refuse_and_close(request.id, "version_mismatch", error)
+        if max(len(request.engine_id), len(request.name)) > wire.NAME_CHARS_MAX or not request.engine_id:
+            raise ProtocolError(f"engine_id and name have 1 to {wire.NAME_CHARS_MAX} characters")
+        self._session = self._transport.service.open_session(self._peer, request, self.send)
+        return self.send(
+            wire.Welcome(
+                request.id, wire.PROTOCOL_VERSION, __version__, self._transport.boot_id, self._transport.limits
+            )
+        )
+
+    def _refuse_and_close(self, request_number: int, code: str, error: ProtocolError) -> None:
+        logger.warning("protocol error pid=%d error=%s", self._peer.pid, error)
+        self.send(wire.Error(request_number, code, str(error)))
+        self.close(code)
+
+    def _flush(self) -> None:
+        try:
+            del self._unsent[: self._sock.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._unsent.clear()
+            self.close(str(error))
+        if self._sock.fileno() < 0:
+            return
+        if self._unsent:
+            self._loop.add_writer(self._sock, self._flush)
+        else:
+            self._loop.remove_writer(self._sock)
+
+    def _finish(self) -> None:
+        if self._sock.fileno() >= 0:
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+        close_all(self._fds)
+        self._fds = []
+        self._transport.forget(self)
+
+
+def _listen(path: str, *, is_private: bool) -> tuple[int, socket.socket]:
+    """Bind ``path``, taking it over from a daemon that is dead; return a lock on it, and the listening socket.
+
+    Raises:
+        ConfigError: a living daemon has it, or its directory is not safe; names the process or the directory.
+    """
+    directory = Path(path).parent
+    try:
+        directory.mkdir(mode=_PRIVATE, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"socket {path}: its directory cannot be made: {error}") from error
+    found = directory.stat()
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        raise ConfigError(f"socket {path}: others may write to {directory}; use a directory of your own")
+    if found.st_uid not in (os.getuid(), 0):
+        raise ConfigError(f"socket {path}: {directory} belongs to user {found.st_uid}, not to {os.getuid()}")
+    lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock_fd)
+        raise ConfigError(f"socket {path} is in use by a kvist daemon{_owner(path)}") from None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        if owner := _owner(path):
+            raise ConfigError(f"socket {path} is in use by another program{owner}")
+        _unlink_stale(path)
+        mask = os.umask(0o177 if is_private else 0o111)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(mask)
+        listener.listen(128)
+    except (OSError, ConfigError) as error:
+        listener.close()
+        os.close(lock_fd)
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"socket {path} cannot be bound: {error}") from error
+    return lock_fd, listener
+
+
+def _unlink_stale(path: str) -> None:
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"socket {path}: there is a file of another kind")
+    except FileNotFoundError:
+        return
+    logger.info("socket of a dead daemon taken over path=%s", path)
+    os.unlink(path)
+
+
+def _owner(path: str) -> str:
+    """Return `` (pid N)`` if somebody listens at ``path``, else nothing."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:
+            return ""
+        pid, _, _ = _UCRED.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        return f" (pid {pid})"

@@ -1,0 +1,1 @@
+"""Block ids to copies to done: plans are pure arithmetic, an executor runs them on a device's own thread."""

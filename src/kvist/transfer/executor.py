@@ -1,0 +1,127 @@
+"""One thread per device: the only place from which bytes are moved.
+
+The laws: loads overtake queued stores, between slices of a bounded size; a job that was cancelled or is past its
+deadline begins no further slice; every job is completed exactly once, and only after its last byte has landed, so
+whoever waits for the completion may re-use its blocks, its slots and its mappings.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvist.device.base import Device
+from kvist.errors import Overloaded
+from kvist.model.transfer import CopyPlan, Direction
+from kvist.units import MIB
+
+logger = logging.getLogger(__name__)
+
+SLICE_NBYTES = 32 * MIB
+"""A load waits for at most one such slice of a store."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One plan on its way. Filled in by the executor's thread, read by others after ``on_done``."""
+
+    plan: CopyPlan
+    bases: Sequence[int]
+    on_done: Callable[[Job], None]
+    """Called on the executor's thread, once."""
+    checksums: list[int] = field(default_factory=list)
+    """Of each chunk: expected ones for a scatter, found ones after a gather."""
+    deadline: float | None = None
+    """On ``time.monotonic()``."""
+    is_cancelled: bool = False
+    """May be set by any thread at any time."""
+    num_done: int = 0
+    """Chunks whose copy was carried out, from the first."""
+    failed: list[int] = field(default_factory=list)
+    """Of those, the ones that do not match their checksums (scatter)."""
+
+
+class Executor:
+    """Runs jobs and calls on one device, in a thread of its own."""
+
+    def __init__(self, device: Device, *, queue_max: int) -> None:
+        self._device = device
+        self._queue_max = queue_max
+        self._calls: deque[Callable[[], None]] = deque()
+        self._loads: deque[Job] = deque()
+        self._stores: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name=f"kvist-{device.kind}")
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue a job.
+
+        Raises:
+            Overloaded: ``queue_max`` jobs are queued already.
+        """
+        with self._changed:
+            assert not self._is_closing
+            if len(self._loads) + len(self._stores) >= self._queue_max:
+                raise Overloaded(f"{self._queue_max} copies are queued on device {self._device.kind!r}")
+            queue = self._loads if job.plan.direction is Direction.SCATTER else self._stores
+            queue.append(job)
+            self._changed.notify()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run ``function`` on the device's thread before any further slice. It must not raise."""
+        with self._changed:
+            assert not self._is_closing
+            self._calls.append(function)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Finish everything queued, then stop the thread. Idempotent."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._loads or self._stores or self._is_closing)
+                call = self._calls.popleft() if self._calls else None
+                queue = self._loads or self._stores
+                if call is None and not queue:
+                    return
+            if call is not None:
+                call()
+            else:
+                self._advance(queue[0], queue)
+
+    def _advance(self, job: Job, queue: deque[Job]) -> None:
+        """Copy a job's next slice; complete the job if that was the last."""
+        is_over = job.is_cancelled or (job.deadline is not None and time.monotonic() > job.deadline)
+        if not is_over:
+            try:
+                self._copy_slice(job)
+            except Exception:  # The thread's one boundary: a job that fails is incomplete, the thread goes on.
+                logger.exception("copy failed direction=%s chunks=%d", job.plan.direction.value, job.plan.num_chunks)
+                is_over = True
+        if is_over or job.num_done == job.plan.num_chunks:
+            with self._changed:
+                queue.remove(job)
+            job.on_done(job)
+
+    def _copy_slice(self, job: Job) -> None:
+        plan = job.plan
+        num = max(1, SLICE_NBYTES // plan.chunk_nbytes)
+        chunks = range(job.num_done, min(job.num_done + num, plan.num_chunks))
+        if plan.direction is Direction.GATHER:
+            job.checksums += self._device.gather(plan, job.bases, chunks)
+        else:
+            expected = job.checksums[chunks.start : chunks.stop]
+            is_right = self._device.scatter(plan, job.bases, chunks, expected)
+            job.failed += [chunk for chunk, right in zip(chunks, is_right, strict=True) if not right]
+        job.num_done = chunks.stop

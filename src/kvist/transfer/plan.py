@@ -1,0 +1,56 @@
+"""Copy plans: pure arithmetic from block ids and slots to a checked value, in numpy.
+
+The law: what a plan names has been checked. Block ids are inside the registered blocks, appear once and are never the
+null block; so, with a layout that checks itself, no run leaves the engine's memory, no two runs of a scatter write the
+same byte, and every run has its own place in a slot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvist.errors import InvalidBlocks
+from kvist.model.layout import Int64s, LayerGroup
+from kvist.model.transfer import CopyPlan, Direction
+
+
+def parse_block_ids(packed: bytes, group: LayerGroup, *, num_chunks: int, blocks_per_chunk: int) -> Int64s:
+    """Read block ids off the wire; return them as ``[num_chunks, blocks_per_chunk]``.
+
+    Raises:
+        InvalidBlocks: too few or too many, out of range, twice the same, or the null block.
+    """
+    if len(packed) % 4:
+        raise InvalidBlocks(f"{len(packed)} bytes are no whole number of int32 block ids")
+    ids = np.frombuffer(packed, dtype="<i4").astype(np.int64)
+    if len(ids) != num_chunks * blocks_per_chunk:
+        raise InvalidBlocks(
+            f"{len(ids)} block ids for {num_chunks} chunks of {blocks_per_chunk} blocks; "
+            f"{num_chunks * blocks_per_chunk} are needed"
+        )
+    if ids.size:
+        lowest, highest = int(ids.min()), int(ids.max())
+        if lowest < 0 or highest >= group.num_blocks:
+            wrong = highest if lowest >= 0 else lowest
+            raise InvalidBlocks(f"block id {wrong} is outside [0, {group.num_blocks})")
+        if group.null_block is not None and (ids == group.null_block).any():
+            raise InvalidBlocks(f"block id {group.null_block} is the engine's null block")
+        values, counts = np.unique(ids, return_counts=True)
+        if len(values) != len(ids):
+            raise InvalidBlocks(f"block id {int(values[counts.argmax()])} appears {int(counts.max())} times")
+    return ids.reshape(num_chunks, blocks_per_chunk)
+
+
+def plan_copy(
+    direction: Direction, group: LayerGroup, block_ids: Int64s, slot_offsets: Int64s, *, num_skipped_blocks: int = 0
+) -> CopyPlan:
+    """Pair each row of checked ``block_ids``, shape ``[num_chunks, blocks_per_chunk]``, with a slot.
+
+    Raises:
+        InvalidBlocks: more blocks are to be skipped than one chunk has.
+    """
+    assert block_ids.ndim == 2
+    assert len(block_ids) == len(slot_offsets)
+    if not 0 <= num_skipped_blocks < max(block_ids.shape[1], 1):
+        raise InvalidBlocks(f"{num_skipped_blocks} blocks to skip in a chunk of {block_ids.shape[1]}")
+    return CopyPlan(direction, group, block_ids, slot_offsets, num_skipped_blocks)

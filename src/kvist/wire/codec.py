@@ -1,0 +1,115 @@
+"""Frames, sans I/O: feed bytes in, take frames out.
+
+A frame is a header of 8 bytes, ``b"kv"``, the number of file descriptors that it owns (uint16) and the body's length
+(uint32), little-endian, and a msgpack body. The law: whatever arrives, a reader holds at most one frame's limit of
+bytes, and every refusal says what it saw.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvist.errors import Malformed, ProtocolError
+from kvist.units import MIB
+from kvist.wire.messages import Reply, Request
+
+FRAME_NBYTES_MAX: Final = 8 * MIB
+FDS_MAX: Final = 253
+"""Most file descriptors that Linux passes with one message (SCM_MAX_FD)."""
+_HEADER: Final = struct.Struct("<2sHI")
+_MAGIC: Final = b"kv"
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One undecoded message."""
+
+    body: bytes
+    num_fds: int
+
+
+def encode(message: Request | Reply, *, num_fds: int = 0) -> bytes:
+    """Return ``message`` as one frame.
+
+    Raises:
+        ProtocolError: it is larger than ``FRAME_NBYTES_MAX``, or owns more than ``FDS_MAX`` descriptors.
+    """
+    body = _encoder.encode(message)
+    if len(body) > FRAME_NBYTES_MAX or num_fds > FDS_MAX:
+        raise ProtocolError(
+            f"a message of {len(body)} bytes and {num_fds} descriptors; limits are {FRAME_NBYTES_MAX} and {FDS_MAX}"
+        )
+    return _HEADER.pack(_MAGIC, num_fds, len(body)) + body
+
+
+def decode_request(body: bytes) -> Request:
+    """Decode a frame's body on the daemon's side.
+
+    Raises:
+        Malformed: it is no valid request; the text names the place.
+    """
+    try:
+        return _request_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(f"no valid request: {error}") from error
+
+
+def decode_reply(body: bytes) -> Reply:
+    """Decode a frame's body on the engine's side.
+
+    Raises:
+        ProtocolError: it is no valid reply.
+    """
+    try:
+        return _reply_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"no valid reply: {error}") from error
+
+
+def request_id(body: bytes) -> int:
+    """Return the id of a request that does not decode, as far as it can be read; 0 if it cannot."""
+    try:
+        raw = msgspec.msgpack.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return 0
+    found = raw.get("id") if isinstance(raw, dict) else 0
+    return found if isinstance(found, int) and 0 <= found < 2**63 else 0
+
+
+class FrameReader:
+    """Splits a byte stream into frames."""
+
+    def __init__(self, frame_nbytes_max: int = FRAME_NBYTES_MAX) -> None:
+        self._frame_nbytes_max = frame_nbytes_max
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
+        """Add received bytes and yield every frame that is complete now.
+
+        Raises:
+            ProtocolError: the stream is no kvist stream, or announces a frame over the limit.
+        """
+        self._buffer += data
+        while len(self._buffer) >= _HEADER.size:
+            magic, num_fds, nbytes = _HEADER.unpack_from(self._buffer)
+            if magic != _MAGIC:
+                raise ProtocolError(f"not the kvist protocol: a frame begins with {bytes(self._buffer[:8])!r}")
+            if nbytes > self._frame_nbytes_max:
+                raise ProtocolError(f"a frame of {nbytes} bytes is over the limit of {self._frame_nbytes_max}")
+            if num_fds > FDS_MAX:
+                raise ProtocolError(f"a frame with {num_fds} descriptors is over the limit of {FDS_MAX}")
+            end = _HEADER.size + nbytes
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_HEADER.size : end])
+            del self._buffer[:end]
+            yield Frame(body, num_fds)

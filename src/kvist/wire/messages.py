@@ -1,0 +1,232 @@
+"""Every message, as a frozen struct.
+
+The law: a field is never changed or reused; new ones come last, with a default, and a reader passes over those that it
+does not know. Digests travel packed, 16 bytes each, block ids as packed little-endian int32. Whatever a peer sends is
+decoded against these types and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+PROTOCOL_VERSION: Final = 1
+MAGIC: Final = "kvist"
+CHUNKS_MAX: Final = 1 << 16
+"""Most digests in one lookup or store."""
+BLOCKS_MAX: Final = 1 << 20
+"""Most block ids in one store or retrieve."""
+PLANES_MAX: Final = 1 << 14
+NAME_CHARS_MAX: Final = 256
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message of a connection."""
+
+    id: int
+    magic: str
+    version: int
+    engine_id: str
+    """Equal for all processes of one engine: leases belong to it."""
+    name: str = ""
+    """For people: what this process is."""
+
+
+class PlaneSpec(msgspec.Struct, frozen=True, array_like=True):
+    """``model.layout.LayerPlane`` on the wire."""
+
+    memory: int
+    offset: int
+    num_blocks: int
+    block_stride: int
+    row_nbytes: int
+    num_kv: int = 1
+    kv_stride: int = 0
+    num_tokens: int = 1
+    token_stride: int = 0
+    num_heads: int = 1
+    head_stride: int = 0
+
+
+class GroupSpec(msgspec.Struct, frozen=True):
+    """``model.layout.LayerGroup`` on the wire."""
+
+    kind: str
+    block_tokens: int
+    planes: list[PlaneSpec]
+    null_block: int | None = None
+
+
+class MemorySpec(msgspec.Struct, frozen=True):
+    """``model.handles.MemoryHandle`` on the wire; each owns one file descriptor of its frame."""
+
+    kind: str
+    nbytes: int
+
+
+class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_fields=True):
+    """Describe and hand over one worker's KV memory."""
+
+    id: int
+    shard: int
+    """This worker's number in ``[0, num_shards)``."""
+    num_shards: int
+    chunk_tokens: int
+    memory: list[MemorySpec]
+    groups: list[GroupSpec]
+
+
+class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
+    """Ask how much of a prefix is cached on all shards, and hold it under a lease."""
+
+    id: int
+    digests: bytes
+    num_shards: int = 1
+    num_groups: int = 1
+
+
+class Retrieve(msgspec.Struct, frozen=True, tag="retrieve"):
+    """Write chunks ``[first_chunk, first_chunk + n)`` of a lease into the caller's blocks."""
+
+    id: int
+    lease: bytes
+    first_chunk: int
+    block_ids: bytes
+    """int32, ``n * blocks_per_chunk``"""
+    num_skipped_blocks: int = 0
+    """Leading blocks that must not be written."""
+    deadline_ms: int = 0
+    """Copies not begun by then are not begun at all; 0 is no deadline."""
+
+
+class Store(msgspec.Struct, frozen=True, tag="store"):
+    """Keep the chunks that the caller's blocks hold."""
+
+    id: int
+    digests: bytes
+    parent: bytes
+    """Digest of the chunk before the first; empty at the start of a prompt."""
+    block_ids: bytes
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """Give a lease back. Twice is harmless."""
+
+    id: int
+    lease: bytes
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Ask for a sign of life."""
+
+    id: int
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    """Ask for the daemon's counters."""
+
+    id: int
+
+
+Request = Hello | Register | Lookup | Retrieve | Store | Release | Ping | Status
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What the daemon accepts and promises."""
+
+    frame_nbytes_max: int
+    chunks_max: int
+    blocks_max: int
+    requests_max: int
+    """Unanswered requests of one session."""
+    lease_ttl_s: float
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The connection is a session now."""
+
+    id: int
+    version: int
+    daemon: str
+    boot_id: str
+    """Another one after every restart of the daemon."""
+    limits: Limits
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    """The memory is mapped; block ids can be named."""
+
+    id: int
+    chunk_nbytes: int
+
+
+class LookupReply(msgspec.Struct, frozen=True, tag="lookup_reply"):
+    """The first ``num_chunks`` chunks are held under ``lease``, which is empty if there are none."""
+
+    id: int
+    num_chunks: int
+    lease: bytes = b""
+
+
+class RetrieveReply(msgspec.Struct, frozen=True, tag="retrieve_reply"):
+    """All bytes have landed, except in the blocks of the failed chunks."""
+
+    id: int
+    num_chunks: int
+    failed: list[int] = []
+    """Chunks of this request, counted from its first, whose blocks must not be used."""
+
+
+class StoreReply(msgspec.Struct, frozen=True, tag="store_reply"):
+    """The blocks have been read and may be reused."""
+
+    id: int
+    num_stored: int
+    num_present: int
+    """Were cached already, or are being stored by someone else."""
+    num_refused: int = 0
+    reason: str = ""
+    """Why the refused ones were: ``pool full``, ``no parent``, ``copy failed``."""
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """The lease is gone, whether or not it was there."""
+
+    id: int
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """The sign of life."""
+
+    id: int
+
+
+class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
+    """Counters and gauges of one instant. Bytes and counts."""
+
+    id: int
+    pid: int
+    boot_id: str
+    is_draining: bool
+    pool_nbytes: int
+    pool_used_nbytes: int
+    num_sealed: int
+    num_reserved: int
+    num_pinned: int
+    num_leases: int
+    num_sessions: int
+    num_registered: int
+    num_copies_in_flight: int
+    counters: dict[str, int] = {}
+
+
+class Error(msgspec.Struct, frozen=True, tag="error"):
+    """The request was not carried out. ``id`` is 0 if the request's own could not be read."""
+
+    id: int
+    code: str
+    detail: str
+
+
+Reply = Welcome | Registered | LookupReply | RetrieveReply | StoreReply | Released | Pong | StatusReply | Error
