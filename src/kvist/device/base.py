@@ -30,14 +30,16 @@ class Device(Protocol):
         """Unmap what ``open_memory`` returned. The caller guarantees that no copy on it is running or will."""
         ...
 
-    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range) -> list[int]:
+    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range) -> list[bytes]:
         """Copy the blocks of some of a plan's chunks into their slots; return a checksum of each.
+
+        A checksum is of the device's own making and depends on the canonical bytes and their order alone.
 
         ``bases`` holds the address of each allocation that the plan's planes name. All bytes have landed on return.
         """
         ...
 
-    def scatter(self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[int]) -> list[bool]:
+    def scatter(self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes]) -> list[bool]:
         """Copy slots into the blocks of some of a plan's chunks; return which of them are as their checksums say.
 
         The blocks of a chunk that is not must not be used. The plan's skipped blocks are verified and not written.

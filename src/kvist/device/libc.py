@@ -17,7 +17,13 @@ _libc.mmap.argtypes = [
 ]  # fmt: skip
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.memmove.restype = None
+_libc.memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+copy_memory = _libc.memmove
+"""``copy_memory(target, source, nbytes)`` on addresses. Lets go of the interpreter lock."""
 
 
 def map_shared(fd: int, nbytes: int) -> int:

@@ -41,7 +41,7 @@ class Chunk:
         self.slot_offset = slot_offset
         self.nbytes = nbytes
         self.state = ChunkState.RESERVED
-        self.checksum = 0
+        self.checksum = b""
         self.pins = 0
         self.last_used = 0
         self.num_hits = 0
@@ -126,7 +126,7 @@ class ChunkIndex:
             parent.first_child = chunk
         return chunk
 
-    def seal(self, chunk: Chunk, checksum: int) -> bool:
+    def seal(self, chunk: Chunk, checksum: bytes) -> bool:
         """Publish a chunk whose bytes have landed; return whether it was still wanted."""
         if chunk.state is ChunkState.DROPPED:
             self._settle(chunk)

@@ -33,7 +33,7 @@ class Job:
     bases: Sequence[int]
     on_done: Callable[[Job], None]
     """Called on the executor's thread, once."""
-    checksums: list[int] = field(default_factory=list)
+    checksums: list[bytes] = field(default_factory=list)
     """Of each chunk: expected ones for a scatter, found ones after a gather."""
     deadline: float | None = None
     """On ``time.monotonic()``."""
