@@ -107,10 +107,11 @@ def as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
 def chain_digests(
     parent: Digest, tokens: Tokens, chunk_tokens: int, *, start: int = 0, media: Sequence[MediaItem] = ()
 ) -> bytes:
-    """Hash every whole chunk of ``tokens[start:]`` onto ``parent``; a partial last chunk has no digest.
+    """Hash every whole chunk of ``tokens`` onto ``parent``; a partial last chunk has no digest.
 
-    ``parent`` is the digest of ``tokens[:start]``: a root, or the last digest of an earlier call, so that a prompt
-    that grows hashes only what is new. Returns the digests one behind another, ``DIGEST_NBYTES`` each.
+    ``tokens[0]`` stands at position ``start`` of its prompt, and ``parent`` is the digest of all before it: a root, or
+    the last digest of an earlier call, so that a prompt that grows hashes only what is new. Positions of ``media`` are
+    those of the prompt. Returns the digests one behind another, ``DIGEST_NBYTES`` each.
     """
     assert chunk_tokens > 0
     assert start % chunk_tokens == 0
@@ -118,9 +119,10 @@ def chain_digests(
     width = chunk_tokens * 4
     chain = bytearray()
     link: bytes = parent
-    for first in range(start, len(tokens) - chunk_tokens + 1, chunk_tokens):
+    for at in range(0, len(raw) - width + 1, width):
         hasher = hashlib.sha256(link)
-        hasher.update(raw[first * 4 : first * 4 + width])
+        hasher.update(raw[at : at + width])
+        first = start + at // 4
         for item in media:
             if item.start < first + chunk_tokens and item.start + item.num_tokens > first:
                 position = (item.start - first).to_bytes(8, "big", signed=True)
