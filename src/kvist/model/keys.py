@@ -125,8 +125,8 @@ def chain_digests(
         first = start + at // 4
         for item in media:
             if item.start < first + chunk_tokens and item.start + item.num_tokens > first:
-                position = (item.start - first).to_bytes(8, "big", signed=True)
-                hasher.update(_text("media", item.identifier) + position)
+                place = (item.start - first).to_bytes(8, "big", signed=True) + item.num_tokens.to_bytes(8, "big")
+                hasher.update(_text("media", item.identifier) + place)
         link = hasher.digest()[:DIGEST_NBYTES]
         chain += link
     return bytes(chain)

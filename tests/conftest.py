@@ -1,0 +1,9 @@
+"""Settings of every test: no deadline per example, because the machine may be busy; failures can be replayed."""
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default", deadline=None, max_examples=80, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=2000)
+settings.load_profile("default")

@@ -1,0 +1,171 @@
+"""KV layouts to test with, and the oracle: where each byte of a block lies, one byte at a time.
+
+Nothing here uses the product's arithmetic: the oracle walks ``base + block + kv + token + head`` in plain loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a group's chunks mean, whatever their strides."""
+
+    num_layers: int = 2
+    num_blocks: int = 6
+    block_tokens: int = 4
+    num_heads: int = 2
+    row_nbytes: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A group of layers, and the allocations that it lies in."""
+
+    group: LayerGroup
+    memory_nbytes: tuple[int, ...]
+
+
+def row_starts(plane: LayerPlane, block: int) -> Iterator[tuple[int, int]]:
+    """Yield (kv, offset in the allocation) of one block's rows, in canonical order."""
+    for kv in range(plane.num_kv):
+        for token in range(plane.num_tokens):
+            for head in range(plane.num_heads):
+                yield (
+                    kv,
+                    plane.offset
+                    + block * plane.block_stride
+                    + kv * plane.kv_stride
+                    + token * plane.token_stride
+                    + head * plane.head_stride,
+                )
+
+
+def chunk_places(group: LayerGroup, blocks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (allocation, offset, position of the block) of every byte of a chunk, in canonical order."""
+    places = []
+    for plane in group.planes:
+        for wanted in range(plane.num_kv):
+            for position, block in enumerate(blocks):
+                for kv, start in row_starts(plane, block):
+                    if kv == wanted:
+                        places += [(plane.memory, start + byte, position) for byte in range(plane.row_nbytes)]
+    return places
+
+
+def chunk_bytes(group: LayerGroup, blocks: Sequence[int], memory: Sequence[Bytes]) -> bytes:
+    """Return a chunk's canonical bytes."""
+    return bytes(int(memory[number][offset]) for number, offset, _ in chunk_places(group, blocks))
+
+
+def nhd(shape: Shape) -> Laid:
+    """One allocation a layer, ``[block][kv][token][head]``: K and V side by side in a block."""
+    token = shape.num_heads * shape.row_nbytes
+    kv = shape.block_tokens * token
+    return _one_allocation_a_layer(shape, block=2 * kv, kv=kv, token=token, head=shape.row_nbytes)
+
+
+def kv_apart(shape: Shape) -> Laid:
+    """One allocation a layer, ``[kv][block][token][head]``: all of K, then all of V."""
+    token = shape.num_heads * shape.row_nbytes
+    block = shape.block_tokens * token
+    return _one_allocation_a_layer(shape, block=block, kv=shape.num_blocks * block, token=token, head=shape.row_nbytes)
+
+
+def hnd(shape: Shape) -> Laid:
+    """One allocation a layer, ``[block][kv][head][token]``."""
+    head = shape.block_tokens * shape.row_nbytes
+    kv = shape.num_heads * head
+    return _one_allocation_a_layer(shape, block=2 * kv, kv=kv, token=shape.row_nbytes, head=head)
+
+
+def block_outermost(shape: Shape) -> Laid:
+    """One allocation for all layers, ``[block][layer][kv][token][head]``."""
+    token = shape.num_heads * shape.row_nbytes
+    kv = shape.block_tokens * token
+    block = shape.num_layers * 2 * kv
+    planes = tuple(
+        LayerPlane(
+            0, layer * 2 * kv, shape.num_blocks, block, shape.row_nbytes, 2, kv, shape.block_tokens, token,
+            shape.num_heads, shape.row_nbytes,
+        )
+        for layer in range(shape.num_layers)
+    )  # fmt: skip
+    return Laid(LayerGroup(GroupKind.FULL, shape.block_tokens, planes), (shape.num_blocks * block,))
+
+
+def opaque(shape: Shape) -> Laid:
+    """One allocation a layer, a page a block, which only the engine understands."""
+    page = 2 * shape.block_tokens * shape.num_heads * shape.row_nbytes
+    planes = tuple(LayerPlane(layer, 0, shape.num_blocks, page, page) for layer in range(shape.num_layers))
+    group = LayerGroup(GroupKind.FULL, shape.block_tokens, planes)
+    return Laid(group, (shape.num_blocks * page,) * shape.num_layers)
+
+
+SAME_BYTES = {"nhd": nhd, "kv_apart": kv_apart, "hnd": hnd, "block_outermost": block_outermost}
+"""Layouts of one shape whose chunks are the same bytes."""
+
+
+def _one_allocation_a_layer(shape: Shape, *, block: int, kv: int, token: int, head: int) -> Laid:
+    planes = tuple(
+        LayerPlane(
+            layer, 0, shape.num_blocks, block, shape.row_nbytes, 2, kv, shape.block_tokens, token, shape.num_heads, head
+        )
+        for layer in range(shape.num_layers)
+    )
+    nbytes = 2 * shape.num_blocks * shape.block_tokens * shape.num_heads * shape.row_nbytes
+    return Laid(LayerGroup(GroupKind.FULL, shape.block_tokens, planes), (nbytes,) * shape.num_layers)
+
+
+@st.composite
+def random_layouts(draw: st.DrawFn, *, num_blocks_max: int = 7) -> Laid:
+    """Any nesting of block, kv, token and head, with any gaps, layers in one allocation or in several."""
+    num_blocks = draw(st.integers(2, num_blocks_max))
+    block_tokens = draw(st.integers(1, 4))
+    is_opaque = draw(st.booleans())
+    num_layers = draw(st.integers(1, 3))
+    is_interleaved = draw(st.booleans())
+    extents = [0] * (1 if is_interleaved or draw(st.booleans()) else num_layers)
+    drafts = []
+    for layer in range(num_layers):
+        counts = {
+            "block": num_blocks,
+            "kv": 1 if is_opaque else draw(st.integers(1, 2)),
+            "token": 1 if is_opaque else block_tokens,
+            "head": 1 if is_opaque else draw(st.integers(1, 3)),
+        }
+        order = draw(st.permutations(["kv", "token", "head"]))
+        order = [*order, "block"] if is_interleaved else draw(st.permutations([*order, "block"]))
+        extent = row_nbytes = draw(st.integers(1, 9))
+        strides = {}
+        for axis in order:
+            if axis == "block" and is_interleaved:
+                continue
+            strides[axis] = extent + draw(st.integers(0, 3))
+            extent += (counts[axis] - 1) * strides[axis]
+        memory = layer % len(extents)
+        offset = extents[memory] + draw(st.integers(0, 5))
+        extents[memory] = offset + extent
+        drafts.append((memory, offset, row_nbytes, counts, strides))
+    block_stride = extents[0] + draw(st.integers(0, 3))
+    planes = tuple(
+        LayerPlane(
+            memory, offset, num_blocks, strides.get("block", block_stride), row_nbytes, counts["kv"], strides["kv"],
+            counts["token"], strides["token"], counts["head"], strides["head"],
+        )
+        for memory, offset, row_nbytes, counts, strides in drafts
+    )  # fmt: skip
+    if is_interleaved:
+        extents[0] += (num_blocks - 1) * block_stride
+    group = LayerGroup(GroupKind.FULL, block_tokens, planes)
+    return Laid(group, tuple(extent + draw(st.integers(0, 4)) for extent in extents))
