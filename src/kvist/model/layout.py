@@ -148,7 +148,7 @@ class LayerGroup:
             LayoutError: ``chunk_tokens`` is no multiple of the block.
         """
         blocks, rest = divmod(chunk_tokens, self.block_tokens)
-        if rest or not blocks:
+        if rest or blocks < 1:
             raise LayoutError(
                 f"chunk_tokens {chunk_tokens} is no multiple of the engine's block of {self.block_tokens} tokens; "
                 f"set it to {max(1, blocks) * self.block_tokens} or another multiple"
