@@ -58,6 +58,8 @@ class _Link:
     connection: Connection
     pending: dict[int, Pending] = field(default_factory=dict)
     welcome: wire.Welcome | None = None
+    fault: str = ""
+    """Why nothing more is said on this connection."""
 
 
 class Client:
@@ -114,7 +116,7 @@ class Client:
         """Send a request and return at once; lost at once if there is no daemon, or it is late."""
         if self._link is None:
             self._connect()
-        if self._link is None or self.is_late:
+        if self._link is None or self._link.fault or self.is_late:
             return Pending(0, self._clock(), is_lost=True)
         return self._send(self._link, build)
 
@@ -126,8 +128,12 @@ class Client:
         try:
             for reply in link.connection.receive(timeout_s):
                 self._take(link, reply)
-        except (Unreachable, ProtocolError) as error:
-            self._lose(link, str(error))
+        except Unreachable as error:
+            self._lose(link, link.fault or str(error))
+        except ProtocolError as error:
+            # The daemon may still be copying: what is pending is lost only when it has closed its end.
+            link.fault = str(error)
+            link.connection.finish()
 
     def wait(self, pending: Pending, deadline_s: float | None = None) -> None:
         """Poll until a request is over, for at most ``deadline_s``; without one, for the client's."""
@@ -172,7 +178,8 @@ class Client:
     def close(self) -> None:
         """Close the connection; the daemon drops what this session holds. Idempotent."""
         if self._link is not None:
-            self._lose(self._link, "closed by this process")
+            self._last_failure = "closed by this process"
+            self._lose(self._link, self._last_failure)
 
     def _connect(self) -> None:
         now = self._clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -43,6 +44,7 @@ class Connection:
             raise ProtocolError(f"{path} belongs to user {uid}; a daemon must run as root or as user {os.getuid()}")
         self._reader = FrameReader()
         self._unsent = bytearray()
+        self._is_finished = False
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
 
@@ -79,10 +81,17 @@ class Connection:
                 raise self._lost(str(error)) from error
             if not data:
                 raise self._lost(f"end of stream from pid {self.daemon_pid}")
-            for frame in self._reader.feed(data):
+            for frame in () if self._is_finished else self._reader.feed(data):
                 yield decode_reply(frame.body)
             if len(data) < _READ_NBYTES:
                 return
+
+    def finish(self) -> None:
+        """Send and heed nothing more; ``receive`` raises when the daemon has closed its end. Idempotent."""
+        self._is_finished = True
+        self._unsent.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the socket. Idempotent."""

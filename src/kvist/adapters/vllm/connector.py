@@ -1,0 +1,291 @@
+"""``KvistConnector``: vLLM's calls, each handed to one side of ours, none of which may harm the engine.
+
+The laws: no exception leaves this class; the first of each place is logged, and from a place that fails the engine gets
+what it would get without a cache. A method that only some vLLM versions call is here for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+
+from kvist.adapters.vllm import layout
+from kvist.adapters.vllm.metadata import KvistMetadata, KvistWorkerMetadata, StoreJob
+from kvist.adapters.vllm.options import Options, parse_options
+from kvist.adapters.vllm.scheduler import EngineFacts, SchedulerSide
+from kvist.adapters.vllm.sharing import share_storages
+from kvist.adapters.vllm.worker import Results, WorkerSide, registration
+from kvist.client.client import Client
+from kvist.errors import ConfigError, KeyInvalid, KvistError, LayoutError
+from kvist.wire import messages as wire
+
+logger = logging.getLogger("vllm.kvist")  # Below vLLM's own logger, which has a handler where ours may have none.
+
+FLAG: Final = (
+    '--kv-transfer-config \'{"kv_connector":"KvistConnector","kv_connector_module_path":"kvist.adapters.vllm",'
+    '"kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
+)
+_REGISTRATION_S: Final = 5.0
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def guarded(otherwise: Any) -> Callable[[_Method], _Method]:
+    """Make a method return ``otherwise`` instead of raising. The engine's outermost seam."""
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: KvistConnector, *arguments: Any, **named: Any) -> Any:
+            try:
+                return method(self, *arguments, **named)
+            except Exception:  # noqa: BLE001 -- the seam: a cache's fault must never become the engine's
+                self._note_fault(method.__name__)
+                return otherwise
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """One engine's connector, in its scheduler or in one of its workers."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._faults: set[str] = set()
+        self._scheduler: SchedulerSide | None = None
+        self._worker = WorkerSide() if role == KVConnectorRole.WORKER else None
+        self._undone: dict[str, tuple[int, ...]] = {}
+        self._meta: KvistMetadata | None = None
+        self._failed_blocks: set[int] = set()
+        self._is_disabled = False
+        self._config = vllm_config
+        self._cache_config = kv_cache_config
+        self._options = Options()
+        self._start(role)
+
+    @guarded(None)
+    def _start(self, role: Any) -> None:
+        """Set this side up; with anything wrong, the engine runs without a cache and the log says why."""
+        transfer = self._config.kv_transfer_config
+        try:
+            self._options = parse_options(transfer.kv_connector_extra_config)
+            layout.check_served(self._config, self._cache_config)
+            block_tokens = layout.block_tokens(self._cache_config)
+            self._chunk_tokens = self._options.choose_chunk_tokens(block_tokens)
+            if self._worker is not None:
+                blocks_per_chunk = self._chunk_tokens // block_tokens
+                self._worker = WorkerSide(blocks_per_chunk=blocks_per_chunk, deadline_s=self._options.deadline_s)
+            if role == KVConnectorRole.SCHEDULER:
+                self._scheduler = self._make_scheduler(block_tokens)
+        except (ConfigError, KeyInvalid, LayoutError) as error:
+            self._disable(error)
+            return
+        if role == KVConnectorRole.SCHEDULER and getattr(transfer, "kv_load_failure_policy", "fail") == "fail":
+            logger.warning(
+                "kvist: kv_load_failure_policy is 'fail': a request whose cached KV cannot be loaded ends with an "
+                "error instead of being computed. Start vLLM with %s", FLAG,
+            )  # fmt: skip
+
+    def _make_scheduler(self, block_tokens: int) -> SchedulerSide:
+        namespace = layout.describe_namespace(
+            self._config, self._cache_config, chunk_tokens=self._chunk_tokens, version=self._options.weights_version
+        )
+        facts = EngineFacts(
+            block_tokens=block_tokens,
+            num_workers=self._config.parallel_config.world_size,
+            num_blocks=int(self._cache_config.num_blocks),
+            has_prefix_cache=bool(self._config.cache_config.enable_prefix_caching),
+        )
+        return SchedulerSide(self._client("scheduler"), self._options, namespace, facts)
+
+    def _client(self, side: str, registrar: Any = None) -> Client:
+        engine_id = str(self._config.kv_transfer_config.engine_id)
+        return Client(
+            self._options.socket_path, engine_id=engine_id, name=f"vllm {side}", deadline_s=self._options.deadline_s,
+            registrar=registrar,
+        )  # fmt: skip
+
+    def _disable(self, error: KvistError) -> None:
+        self._scheduler = None
+        self._is_disabled = True
+        logger.error("kvist: this engine runs WITHOUT a cache: %s", error)
+
+    def _note_fault(self, place: str) -> None:
+        if place not in self._faults:
+            self._faults.add(place)
+            logger.error("kvist: fault in %s; the engine goes on without it", place, exc_info=True)  # noqa: LOG014 -- called by the handler
+
+    # ── worker ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @guarded(None)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._is_disabled or self._worker is None:
+            return
+        try:
+            group, storages = layout.describe(kv_caches, self._cache_config)
+            nbytes = [storage.nbytes() for storage in storages]
+            fds = share_storages(storages)
+        except LayoutError as error:
+            self._disable(error)
+            return
+        parallel = self._config.parallel_config
+
+        def registrar(request_id: int) -> tuple[wire.Register, list[int]]:
+            message = registration(
+                request_id, group, nbytes, shard=parallel.rank, num_shards=parallel.world_size,
+                chunk_tokens=self._chunk_tokens,
+            )  # fmt: skip
+            return message, fds
+
+        client = self._client(f"worker {parallel.rank}", registrar)
+        self._worker.connect(client)
+        try:
+            registered = client.register(_REGISTRATION_S)
+        except KvistError as error:
+            logger.warning("kvist: %s; will try again when there is something to keep", error)
+        else:
+            logger.info(
+                "kvist: KV memory shared chunk_tokens=%d chunk=%d B", self._chunk_tokens, registered.chunk_nbytes
+            )
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._meta = connector_metadata if isinstance(connector_metadata, KvistMetadata) else None
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        self._meta = None
+
+    @guarded(None)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._worker is not None and self._meta is not None:
+            self._worker.begin(self._meta)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing is loaded by layers."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing is saved by layers."""
+
+    @guarded(None)
+    def wait_for_save(self) -> None:
+        if self._worker is not None and self._meta is not None:
+            self._worker.store(self._meta)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self._collect() or self._give_up() or Results(set(), set())
+        self._failed_blocks |= results.failed_blocks
+        return None, results.finished or None
+
+    @guarded(None)
+    def _collect(self) -> Results | None:
+        return self._worker.collect() if self._worker is not None else None
+
+    @guarded(None)
+    def _give_up(self) -> Results | None:
+        return self._worker.give_up() if self._worker is not None else None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    @guarded(None)
+    def build_connector_worker_meta(self) -> KvistWorkerMetadata | None:
+        settled = self._worker.take_settled() if self._worker is not None else None
+        return KvistWorkerMetadata(settled) if settled else None
+
+    # ── scheduler ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    @guarded(None)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.bind_pool(gpu_block_pool)
+
+    @guarded(None)
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.begin(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_tokens = self._count_hit(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
+
+    @guarded(0)
+    def _count_hit(self, request: Any, num_computed_tokens: int) -> int | None:
+        return self._scheduler.count_hit(request, num_computed_tokens) if self._scheduler is not None else 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if not self._allocated(request, blocks, num_external_tokens) and num_external_tokens > 0:
+            # The engine waits for a load now, so one must be reported: as failed, with every block that it meant.
+            num_blocks = num_external_tokens // layout.block_tokens(self._cache_config)
+            self._undone[request.request_id] = tuple(blocks.get_block_ids()[0][-num_blocks:])
+
+    @guarded(otherwise=False)
+    def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:
+        return self._scheduler is not None and self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvistMetadata:
+        loads = self._scheduler.take_loads() if self._scheduler is not None else []
+        stores = self._begin_stores(scheduler_output)
+        undone, self._undone = self._undone, {}
+        return KvistMetadata(loads, stores, undone, is_idle=scheduler_output.total_num_scheduled_tokens == 0)
+
+    @guarded([])
+    def _begin_stores(self, scheduler_output: Any) -> list[StoreJob]:
+        return self._scheduler.begin_stores(scheduler_output) if self._scheduler is not None else []
+
+    @guarded(None)
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.take_reports(connector_output.kv_connector_worker_meta)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._end(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._end(request)
+        return False, None
+
+    @guarded(None)
+    def _end(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.end(request)
+
+    @guarded(otherwise=False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.must_keep_stepping()
+
+    @guarded(otherwise=False)
+    def reset_cache(self) -> bool:
+        if self._scheduler is not None:
+            self._scheduler.change_weights()
+        return True
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: what it could not keep is no loss."""
+        return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any = None) -> bool:
+        """Memory that sleeps would vanish from under the daemon."""
+        return False
+
+    @guarded(())
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    @guarded(None)
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()

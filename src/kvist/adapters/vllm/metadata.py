@@ -1,0 +1,55 @@
+"""What the two sides of one engine tell each other, once a step: small, picklable, complete in itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """One request's hit, to be written into its blocks by every worker."""
+
+    id: int
+    request_id: str
+    lease: bytes
+    first_chunk: int
+    block_ids: tuple[int, ...]
+    """Of whole chunks, from ``first_chunk`` on."""
+    num_skipped_blocks: int
+    """Leading ones that the engine has already: they must not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """Chunks that this step completes, to be kept by every worker."""
+
+    id: int
+    digests: bytes
+    parent: bytes
+    block_ids: tuple[int, ...]
+
+
+@dataclass
+class KvistMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Scheduler → workers."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    stores: list[StoreJob] = field(default_factory=list)
+    undone: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Requests that were promised a load which could not be begun, and its blocks: to be reported as failed."""
+    is_idle: bool = False
+    """Nothing is computed in this step, so its worker may wait a moment for the daemon."""
+
+
+@dataclass
+class KvistWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Workers → scheduler: how many workers are done with each job, so that nothing touches its blocks any more."""
+
+    settled: Counter[int] = field(default_factory=Counter)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KvistWorkerMetadata)
+        return KvistWorkerMetadata(self.settled + other.settled)

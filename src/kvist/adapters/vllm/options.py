@@ -1,0 +1,86 @@
+"""What a user may set in ``kv_connector_extra_config``, and per request in ``kv_transfer_params["kvist"]``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvist.errors import ConfigError
+from kvist.wire.address import default_socket_path
+
+
+class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine's options."""
+
+    socket: str = ""
+    """The daemon's socket; empty for the user's default."""
+    chunk_tokens: int = 0
+    """Tokens per chunk, a multiple of the engine's block; 0 chooses."""
+    deadline_s: float = 1.0
+    """Longest that a request waits for the daemon before its prompt is computed instead."""
+    weights_version: str = ""
+    """Names weights that the model's name and revision do not tell apart."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 0 or self.deadline_s <= 0:
+            raise ConfigError(f"chunk_tokens and deadline_s must be positive: {self}")
+
+    @property
+    def socket_path(self) -> str:
+        """Where the daemon listens."""
+        return self.socket or default_socket_path(os.getuid())
+
+    def choose_chunk_tokens(self, block_tokens: int) -> int:
+        """Return the chunk size for an engine's block size.
+
+        256 tokens, or what comes next below it as a multiple of the block; one block where that is 128 or more, since
+        smaller chunks leave less of a prompt's end to be computed again.
+
+        Raises:
+            ConfigError: the option is no multiple of the block.
+        """
+        if self.chunk_tokens % block_tokens:
+            raise ConfigError(
+                f"chunk_tokens {self.chunk_tokens} is no multiple of the engine's block of {block_tokens} tokens; "
+                f"set it to {(self.chunk_tokens // block_tokens + 1) * block_tokens}"
+            )
+        if self.chunk_tokens:
+            return self.chunk_tokens
+        return block_tokens if block_tokens >= 128 else 256 // block_tokens * block_tokens
+
+
+class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one request allows."""
+
+    read: bool = True
+    """Its prefix may come from the cache."""
+    write: bool = True
+    """Its KV may be kept."""
+
+
+def parse_options(extra: Mapping[str, Any]) -> Options:
+    """Read an engine's options.
+
+    Raises:
+        ConfigError: an unknown key, or a value that does not fit; names it.
+    """
+    try:
+        return msgspec.convert(dict(extra), Options, strict=False)
+    except msgspec.ValidationError as error:
+        known = ", ".join(Options.__struct_fields__)
+        raise ConfigError(f"kv_connector_extra_config: {error}; known keys: {known}") from error
+
+
+def parse_request_options(parameters: Mapping[str, Any] | None) -> RequestOptions:
+    """Read a request's options.
+
+    Raises:
+        ConfigError: an unknown key, or a value that does not fit; names it.
+    """
+    try:
+        return msgspec.convert((parameters or {}).get("kvist") or {}, RequestOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"kv_transfer_params['kvist']: {error}; known keys: read, write") from error

@@ -1,0 +1,181 @@
+"""The worker's side: it hands KV memory to the daemon, sends what the scheduler decided, and says what became of it.
+
+The laws: no call here blocks a step that computes. A load is reported to the engine exactly once: when it is answered,
+when its daemon is gone, or at its deadline, as failed; which blocks failed is exact. A job is *settled* only when the
+daemon has answered it or is gone, because only then nothing can touch its blocks any more.
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvist.adapters.vllm.metadata import KvistMetadata, LoadJob, StoreJob
+from kvist.client.client import Build, Client, Pending
+from kvist.model.layout import LayerGroup
+from kvist.wire import messages as wire
+
+logger = logging.getLogger(__name__)
+
+_IDLE_WAIT_S: Final = 0.005
+"""How long a step that computes nothing waits for the daemon: this worker's core is better used by the copy."""
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    job: LoadJob
+    pending: Pending
+    is_reported: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a worker tells its engine after a step."""
+
+    finished: set[str]
+    """Requests whose load is over, well or badly."""
+    failed_blocks: set[int]
+    """Blocks whose content must not be used."""
+
+
+class WorkerSide:
+    """Lives in a worker process, on its main thread."""
+
+    def __init__(
+        self, *, blocks_per_chunk: int = 1, deadline_s: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin without a daemon; all loads fail at once until ``connect``."""
+        self._client: Client | None = None
+        self._blocks_per_chunk = blocks_per_chunk
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._loads: list[_Load] = []
+        self._stores: dict[int, Pending] = {}
+        self._settled: Counter[int] = Counter()
+        self._is_idle = False
+        self._undone: dict[str, Sequence[int]] = {}
+
+    def connect(self, client: Client) -> None:
+        """Use a client, which registers this worker's memory."""
+        self._client = client
+
+    def begin(self, metadata: KvistMetadata) -> None:
+        """Send this step's loads. Stores follow when the step has been computed."""
+        self._is_idle = metadata.is_idle
+        self._undone.update(metadata.undone)
+        begun = [_Load(job, self._lost()) for job in metadata.loads]
+        self._loads += begun  # Known before anything is sent: whatever goes wrong now, each is reported.
+        for load in begun:
+            load.pending = self._send_load(load.job)
+
+    def store(self, metadata: KvistMetadata) -> None:
+        """Send this step's stores; every byte that they name has been computed."""
+        for job in metadata.stores:
+            if job.id not in self._stores:
+                self._stores[job.id] = self._send_store(job)
+
+    def collect(self) -> Results:
+        """Return what has ended since the last call."""
+        if self._client is not None:
+            is_waiting = self._is_idle and (self._loads or self._stores)
+            self._client.poll(_IDLE_WAIT_S if is_waiting else 0.0)
+        results = self._take_undone()
+        now = self._clock()
+        for load in self._loads:
+            if not load.is_reported and (load.pending.is_over or now - load.pending.sent_at > self._deadline_s):
+                load.is_reported = True
+                results.finished.add(load.job.request_id)
+                results.failed_blocks.update(self._failed_blocks(load))
+        self._settle()
+        return results
+
+    def give_up(self) -> Results:
+        """Report every load that was not reported yet as failed. Their jobs settle as they would have."""
+        results = self._take_undone()
+        for load in self._loads:
+            if not load.is_reported:
+                load.is_reported = True
+                results.finished.add(load.job.request_id)
+                results.failed_blocks.update(load.job.block_ids[load.job.num_skipped_blocks :])
+        return results
+
+    def take_settled(self) -> Counter[int]:
+        """Return the jobs that have settled since the last call."""
+        settled, self._settled = self._settled, Counter()
+        return settled
+
+    def close(self) -> None:
+        """Leave the daemon, which unmaps this worker's memory."""
+        if self._client is not None:
+            self._client.close()
+
+    def _take_undone(self) -> Results:
+        undone, self._undone = self._undone, {}
+        return Results(set(undone), {block_id for block_ids in undone.values() for block_id in block_ids})
+
+    def _lost(self) -> Pending:
+        return Pending(0, self._clock(), is_lost=True)
+
+    def _submit(self, build: Build) -> Pending:
+        return self._client.submit(build) if self._client is not None else self._lost()
+
+    def _send_load(self, job: LoadJob) -> Pending:
+        block_ids = _pack(job.block_ids)
+        deadline_ms = int(self._deadline_s * 1000)
+        return self._submit(
+            lambda number: wire.Retrieve(
+                number, job.lease, job.first_chunk, block_ids, job.num_skipped_blocks, deadline_ms
+            )
+        )
+
+    def _send_store(self, job: StoreJob) -> Pending:
+        block_ids = _pack(job.block_ids)
+        return self._submit(lambda number: wire.Store(number, job.digests, job.parent, block_ids))
+
+    def _failed_blocks(self, load: _Load) -> Sequence[int]:
+        """Return the blocks of a load that were not, or not rightly, written."""
+        reply = load.pending.reply
+        block_ids = load.job.block_ids
+        if isinstance(reply, wire.RetrieveReply):
+            size = self._blocks_per_chunk
+            numbers = [at for chunk in reply.failed for at in range(chunk * size, (chunk + 1) * size)]
+            if numbers:
+                logger.warning("load incomplete request=%s chunks=%s", load.job.request_id, reply.failed)
+            return [block_ids[at] for at in numbers if at >= load.job.num_skipped_blocks]
+        reason = f"{reply.code}: {reply.detail}" if isinstance(reply, wire.Error) else "daemon is gone or late"
+        logger.warning("load failed request=%s reason=%s", load.job.request_id, reason)
+        return block_ids[load.job.num_skipped_blocks :]
+
+    def _settle(self) -> None:
+        for load in self._loads:
+            if load.pending.is_over:
+                self._settled[load.job.id] += 1
+        self._loads = [load for load in self._loads if not load.pending.is_over]
+        for number in [number for number, pending in self._stores.items() if pending.is_over]:
+            del self._stores[number]
+            self._settled[number] += 1
+
+
+def registration(
+    request_id: int, group: LayerGroup, memory_nbytes: Sequence[int], *, shard: int, num_shards: int, chunk_tokens: int
+) -> wire.Register:
+    """Describe one worker's memory to the daemon."""
+    planes = [
+        wire.PlaneSpec(
+            plane.memory, plane.offset, plane.num_blocks, plane.block_stride, plane.row_nbytes, plane.num_kv,
+            plane.kv_stride, plane.num_tokens, plane.token_stride, plane.num_heads, plane.head_stride,
+        )
+        for plane in group.planes
+    ]  # fmt: skip
+    spec = wire.GroupSpec(group.kind.value, group.block_tokens, planes, group.null_block)
+    memory = [wire.MemorySpec("host", nbytes) for nbytes in memory_nbytes]
+    return wire.Register(request_id, shard, num_shards, chunk_tokens, memory, [spec])
+
+
+def _pack(block_ids: Sequence[int]) -> bytes:
+    return array.array("i", block_ids).tobytes()
