@@ -1,0 +1,278 @@
+"""Jobs run in slices on one thread: loads first, nothing after a cancel or a deadline, each done exactly once."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.waiting import wait_until
+
+from kvist.errors import Overloaded
+from kvist.model.handles import MemoryHandle
+from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
+from kvist.model.transfer import CopyPlan, Direction
+from kvist.transfer.executor import SLICE_NBYTES, Executor, Job
+
+DEADLINE_S = 20.0
+A_SLICE_EACH = LayerGroup(
+    GroupKind.FULL, 4, (LayerPlane(0, 0, num_blocks=64, block_stride=SLICE_NBYTES, row_nbytes=SLICE_NBYTES),)
+)
+"""Chunks as large as a slice: every chunk is a step of its own."""
+SMALL = LayerGroup(GroupKind.FULL, 4, (LayerPlane(0, 0, num_blocks=64, block_stride=16, row_nbytes=16),))
+
+
+class ScriptedDevice:
+    """Copies nothing; notes every step, and takes each only when it is let."""
+
+    kind = "scripted"
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.steps: list[tuple[str, int, int]] = []
+        """(job, first chunk, behind the last)"""
+        self.threads: set[str] = set()
+        self.broken: set[tuple[str, int]] = set()
+        """Steps that fail: (job, first chunk)."""
+        self.wrong: set[tuple[str, int]] = set()
+        """Chunks that a scatter finds corrupt: (job, chunk)."""
+        self._is_open = is_open
+        self._permits = threading.Semaphore(0)
+        self._begun = threading.Semaphore(0)
+
+    def open_memory(self, handle: MemoryHandle, fd: int) -> int:
+        raise NotImplementedError
+
+    def close_memory(self, address: int, nbytes: int) -> None:
+        raise NotImplementedError
+
+    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range) -> list[bytes]:
+        name = self._step(bases, chunks)
+        return [f"{name}{chunk}".encode() for chunk in chunks]
+
+    def scatter(self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes]) -> list[bool]:
+        name = self._step(bases, chunks)
+        assert list(checksums) == [f"sum{chunk}".encode() for chunk in chunks]
+        return [(name, chunk) not in self.wrong for chunk in chunks]
+
+    def wait_begun(self) -> None:
+        """Return when the executor has entered one more step."""
+        assert self._begun.acquire(timeout=DEADLINE_S)
+
+    def let(self, num_steps: int) -> None:
+        """Let steps be finished."""
+        self._permits.release(num_steps)
+
+    def _step(self, bases: Sequence[int], chunks: range) -> str:
+        name = chr(bases[0])
+        self.threads.add(threading.current_thread().name)
+        self.steps.append((name, chunks.start, chunks.stop))
+        self._begun.release()
+        if not self._is_open:
+            assert self._permits.acquire(timeout=DEADLINE_S)
+        if (name, chunks.start) in self.broken:
+            raise OSError(5, "the device broke")
+        return name
+
+
+@dataclass
+class Done:
+    """What became of the jobs."""
+
+    jobs: list[Job] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+
+    def __call__(self, job: Job) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.jobs.append(job)
+
+
+@pytest.fixture
+def device() -> ScriptedDevice:
+    return ScriptedDevice()
+
+
+@pytest.fixture
+def executor(device: ScriptedDevice) -> Iterator[Executor]:
+    executor = Executor(device, queue_max=4)
+    yield executor
+    device.let(1000)
+    executor.close()
+
+
+def make_job(
+    name: str, direction: Direction, num_chunks: int, done: Done, *, group: LayerGroup = A_SLICE_EACH, **more
+) -> Job:
+    plan = CopyPlan(direction, group, np.zeros((num_chunks, 1), np.int64), np.zeros(num_chunks, np.int64), 0)
+    sums = [f"sum{chunk}".encode() for chunk in range(num_chunks)] if direction is Direction.SCATTER else []
+    return Job(plan, [ord(name)], done, checksums=sums, **more)
+
+
+def test_loads_overtake_stores_between_slices(device: ScriptedDevice, executor: Executor):
+    """A load that comes while a store is running waits for one slice of it, and for no other store."""
+    done = Done()
+    executor.submit(make_job("s", Direction.GATHER, 3, done))
+    executor.submit(make_job("t", Direction.GATHER, 1, done))
+    device.wait_begun()
+    executor.submit(make_job("a", Direction.SCATTER, 2, done))
+    executor.submit(make_job("b", Direction.SCATTER, 1, done))
+    device.let(100)
+    wait_until(lambda: len(done.jobs) == 4)
+    assert device.steps == [
+        ("s", 0, 1), ("a", 0, 1), ("a", 1, 2), ("b", 0, 1), ("s", 1, 2), ("s", 2, 3), ("t", 0, 1),
+    ]  # fmt: skip
+
+
+def test_slices_are_of_a_bounded_size(device: ScriptedDevice, executor: Executor):
+    """Small chunks travel together, as many as a slice holds; a large one travels alone."""
+    done = Done()
+    third = LayerGroup(GroupKind.FULL, 4, (LayerPlane(0, 0, 64, SLICE_NBYTES, row_nbytes=SLICE_NBYTES // 3),))
+    wide = LayerGroup(GroupKind.FULL, 4, (LayerPlane(0, 0, 64, 2 * SLICE_NBYTES, row_nbytes=2 * SLICE_NBYTES),))
+    device.let(100)
+    executor.submit(make_job("a", Direction.GATHER, 60, done, group=SMALL))
+    executor.submit(make_job("b", Direction.GATHER, 5, done, group=third))
+    executor.submit(make_job("c", Direction.GATHER, 2, done, group=wide))
+    wait_until(lambda: len(done.jobs) == 3)
+    assert device.steps == [("a", 0, 60), ("b", 0, 3), ("b", 3, 5), ("c", 0, 1), ("c", 1, 2)]
+
+
+@pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
+def test_a_cancelled_job_begins_no_further_slice(device: ScriptedDevice, executor: Executor, direction: Direction):
+    """What has begun is finished, nothing more is copied, and the job is done, as far as it came."""
+    done = Done()
+    job = make_job("x", direction, 3, done)
+    executor.submit(job)
+    device.wait_begun()
+    job.is_cancelled = True
+    assert not done.jobs
+    device.let(100)
+    wait_until(lambda: done.jobs)
+    assert device.steps == [("x", 0, 1)]
+    assert job.num_done == 1
+
+
+def test_a_job_past_its_deadline_begins_no_slice(device: ScriptedDevice, executor: Executor):
+    """A late load writes nothing; one whose deadline is far away writes all."""
+    done = Done()
+    device.let(100)
+    executor.submit(make_job("x", Direction.SCATTER, 2, done, deadline=time.monotonic() - 1e-3))
+    executor.submit(make_job("y", Direction.SCATTER, 2, done, deadline=time.monotonic() + 1e3))
+    wait_until(lambda: len(done.jobs) == 2)
+    assert device.steps == [("y", 0, 1), ("y", 1, 2)]
+    assert [job.num_done for job in done.jobs] == [0, 2]
+
+
+def test_a_deadline_ends_a_job_between_slices(device: ScriptedDevice, executor: Executor):
+    """A deadline that passes during a slice lets that slice land, and no other begin."""
+    done = Done()
+    job = make_job("x", Direction.SCATTER, 2, done, deadline=time.monotonic() + 0.02)
+    executor.submit(job)
+    device.wait_begun()
+    wait_until(lambda: time.monotonic() > (job.deadline or 0))
+    device.let(100)
+    wait_until(lambda: done.jobs)
+    assert (device.steps, job.num_done) == ([("x", 0, 1)], 1)
+
+
+def test_a_full_queue_refuses(device: ScriptedDevice, executor: Executor):
+    """The job behind the last place is refused with the bound; it is taken when a place is free again."""
+    done = Done()
+    for name in "abcd":
+        executor.submit(make_job(name, Direction.GATHER, 1, done))
+    refused = make_job("e", Direction.SCATTER, 1, done)
+    with pytest.raises(Overloaded, match="4 copies are queued on device 'scripted'"):
+        executor.submit(refused)
+    device.let(1)
+    wait_until(lambda: done.jobs)
+    executor.submit(refused)
+    device.let(100)
+    wait_until(lambda: len(done.jobs) == 5)
+    assert sorted(chr(job.bases[0]) for job in done.jobs) == ["a", "b", "c", "d", "e"]
+
+
+def test_a_device_that_fails_ends_one_job(device: ScriptedDevice, executor: Executor):
+    """A job whose copy raises is done and incomplete; what was copied before counts, and the next job runs."""
+    done = Done()
+    device.broken = {("x", 1), ("y", 0)}
+    device.let(100)
+    executor.submit(make_job("x", Direction.GATHER, 3, done))
+    executor.submit(make_job("y", Direction.SCATTER, 1, done))
+    executor.submit(make_job("z", Direction.GATHER, 2, done))
+    wait_until(lambda: len(done.jobs) == 3)
+    found = {chr(job.bases[0]): (job.num_done, job.failed) for job in done.jobs}
+    assert found == {"x": (1, []), "y": (0, []), "z": (2, [])}
+    sums = {chr(job.bases[0]): job.checksums for job in done.jobs}
+    assert (sums["x"], sums["z"]) == ([b"x0"], [b"z0", b"z1"])
+
+
+def test_wrong_chunks_are_named_exactly(device: ScriptedDevice, executor: Executor):
+    """A load names the chunks that do not match, counted from its first, over all its slices."""
+    done = Done()
+    device.wrong = {("x", 0), ("x", 2)}
+    device.let(100)
+    executor.submit(make_job("x", Direction.SCATTER, 4, done))
+    wait_until(lambda: done.jobs)
+    assert (done.jobs[0].failed, done.jobs[0].num_done) == ([0, 2], 4)
+
+
+def test_calls_run_before_further_slices(device: ScriptedDevice, executor: Executor):
+    """A call waits for the slice that is running, and for nothing else."""
+    done = Done()
+    executor.submit(make_job("x", Direction.SCATTER, 2, done))
+    device.wait_begun()
+    executor.call(lambda: device.steps.append((threading.current_thread().name, 0, 0)))
+    device.let(100)
+    wait_until(lambda: done.jobs)
+    assert device.steps == [("x", 0, 1), ("kvist-scripted", 0, 0), ("x", 1, 2)]
+
+
+def test_close_finishes_what_is_queued(device: ScriptedDevice):
+    """After ``close``, every job is done, on the device's own thread, and that thread is gone. Twice is harmless."""
+    executor = Executor(device, queue_max=10)
+    done = Done()
+    for name in "abc":
+        executor.submit(make_job(name, Direction.GATHER, 2, done))
+    device.let(100)
+    executor.close()
+    executor.close()
+    assert [job.num_done for job in done.jobs] == [2, 2, 2]
+    assert device.threads == done.threads == {"kvist-scripted"}
+    assert "kvist-scripted" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(AssertionError):
+        executor.submit(make_job("d", Direction.GATHER, 1, done))
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(Direction),
+            st.integers(1, 4),
+            st.sampled_from(["", "cancelled", "late", "broken"]),
+        ),
+        max_size=12,
+    )
+)
+def test_every_job_is_done_exactly_once(wishes: list[tuple[Direction, int, str]]):
+    """Whatever is asked, cancelled, late or broken: one completion a job, and no chunk is copied twice."""
+    device = ScriptedDevice(is_open=True)
+    executor = Executor(device, queue_max=100)
+    done = Done()
+    jobs = {}
+    for number, (direction, num_chunks, fate) in enumerate(wishes):
+        name = chr(ord("A") + number)
+        job = jobs[name] = make_job(name, direction, num_chunks, done, deadline=0.0 if fate == "late" else None)
+        if fate == "broken":
+            device.broken.add((name, num_chunks - 1))
+        executor.submit(job)
+        job.is_cancelled = fate == "cancelled"
+    executor.close()
+    assert sorted(chr(job.bases[0]) for job in done.jobs) == sorted(jobs)
+    assert len(set(device.steps)) == len(device.steps)
+    for (_, num_chunks, fate), (name, job) in zip(wishes, jobs.items(), strict=True):
+        copied = sum(step[0] == name for step in device.steps) - (fate == "broken")
+        assert job.num_done == copied
+        assert fate != "" or copied == num_chunks
+        assert fate != "late" or copied == 0
