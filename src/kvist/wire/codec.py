@@ -82,7 +82,9 @@ def request_id(body: bytes) -> int:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
         return 0
     found = raw.get("id") if isinstance(raw, dict) else 0
-    return found if isinstance(found, int) and 0 <= found < 2**63 else 0
+    if not isinstance(found, int) or isinstance(found, bool):
+        return 0
+    return found if 0 <= found < 2**63 else 0
 
 
 class FrameReader:

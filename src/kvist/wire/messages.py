@@ -1,8 +1,9 @@
 """Every message, as a frozen struct.
 
 The law: a field is never changed or reused; new ones come last, with a default, and a reader passes over those that it
-does not know. Digests travel packed, 16 bytes each, block ids as packed little-endian int32. Whatever a peer sends is
-decoded against these types and nothing else.
+does not know; only a registration is understood whole or refused, since each of its fields says where bytes lie.
+Digests travel packed, 16 bytes each, block ids as packed little-endian int32. Whatever a peer sends is decoded against
+these types and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """For people: what this process is."""
 
 
-class PlaneSpec(msgspec.Struct, frozen=True, array_like=True):
+class PlaneSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """``model.layout.LayerPlane`` on the wire."""
 
     memory: int
@@ -49,7 +50,7 @@ class PlaneSpec(msgspec.Struct, frozen=True, array_like=True):
     head_stride: int = 0
 
 
-class GroupSpec(msgspec.Struct, frozen=True):
+class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``model.layout.LayerGroup`` on the wire."""
 
     kind: str
@@ -58,7 +59,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     null_block: int | None = None
 
 
-class MemorySpec(msgspec.Struct, frozen=True):
+class MemorySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``model.handles.MemoryHandle`` on the wire; each owns one file descriptor of its frame."""
 
     kind: str
