@@ -147,8 +147,10 @@ class ChunkIndex:
         for child in list(chunk.children()):
             self.drop(child)
         self._num_reserved -= 1
+        parent = chunk.parent
         self._remove(chunk)
         self._free_slot(chunk.slot_offset, chunk.nbytes)
+        self._offer(parent)
 
     def pin(self, chunk: Chunk) -> None:
         """Hold a sealed chunk against eviction and re-use of its slot."""
@@ -172,6 +174,7 @@ class ChunkIndex:
         """Take a chunk and everything below it out of the catalogue; held slots are freed with their last hold."""
         if chunk.state is ChunkState.DROPPED:
             return
+        parent = chunk.parent
         below = [chunk]
         for node in below:
             below.extend(node.children())
@@ -184,6 +187,7 @@ class ChunkIndex:
                 self._num_doomed += 1
             else:
                 self._free_slot(node.slot_offset, node.nbytes)
+        self._offer(parent)
 
     def evict(self) -> int | None:
         """Free the slot of the unpinned leaf that the policy ranks lowest; return its bytes, None if there is none."""
@@ -199,8 +203,7 @@ class ChunkIndex:
             self._remove(chunk)
             self._num_evicted += 1
             self._free_slot(chunk.slot_offset, chunk.nbytes)
-            if parent is not None:
-                self._offer(parent)
+            self._offer(parent)
             return chunk.nbytes
         return None
 
@@ -257,8 +260,8 @@ class ChunkIndex:
     def _rank(self, chunk: Chunk) -> int:
         return self._policy.rank(last_used=chunk.last_used, num_hits=chunk.num_hits)
 
-    def _offer(self, chunk: Chunk) -> None:
-        if not chunk.is_queued and self._is_evictable(chunk):
+    def _offer(self, chunk: Chunk | None) -> None:
+        if chunk is not None and not chunk.is_queued and self._is_evictable(chunk):
             chunk.is_queued = True
             self._sequence += 1
             heapq.heappush(self._queue, (self._rank(chunk), self._sequence, chunk))
