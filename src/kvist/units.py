@@ -35,7 +35,8 @@ def parse_nbytes(text: str) -> int:
     unit = match and _UNITS.get(match.group(2).lower())
     if not match or not unit:
         raise ConfigError(f"{text!r} is no number of bytes; write it as 8GiB, 512MiB or 1073741824")
-    return int(float(match.group(1)) * unit)
+    number = match.group(1)
+    return int(float(number) * unit) if "." in number else int(number) * unit
 
 
 def format_nbytes(nbytes: int) -> str:

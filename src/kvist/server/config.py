@@ -6,6 +6,7 @@ is the only module that reads the environment.
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -45,9 +46,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        counts = (self.copy_threads, self.sessions_max, self.requests_max, self.copies_max)
-        if min(counts) < 1 or min(self.lease_ttl_s, self.drain_s) <= 0:
-            raise ConfigError(f"counts and durations must be positive: {self}")
+        for key in ("copy_threads", "sessions_max", "requests_max", "copies_max", "lease_ttl_s", "drain_s"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ConfigError(f"{key}: {getattr(self, key)} is not a positive number")
         if self.pool < _POOL_NBYTES_MIN:
             raise ConfigError(f"pool: {self.pool} bytes are too few; the least is {_POOL_NBYTES_MIN}")
         if self.log_level not in ("debug", "info", "warning", "error"):
@@ -90,14 +91,17 @@ def process_environment() -> Mapping[str, str]:
 
 def _convert(key: str, value: object, source: str) -> object:
     field = next(field for field in msgspec.structs.fields(ServeConfig) if field.name == key)
-    if key == "pool" and isinstance(value, str):
-        return parse_nbytes(value)
-    if field.type == tuple[int, ...] and isinstance(value, str):
-        value = [part for part in value.split(",") if part]
     try:
-        return msgspec.convert(value, field.type, strict=False)
-    except msgspec.ValidationError as error:
+        if key == "pool" and isinstance(value, str):
+            converted: object = parse_nbytes(value)
+        elif field.type == tuple[int, ...] and isinstance(value, str):
+            converted = msgspec.convert([part for part in value.split(",") if part], field.type, strict=False)
+        else:
+            converted = msgspec.convert(value, field.type, strict=False)
+        ServeConfig(**{key: converted})  # type: ignore[arg-type]  # Alone, so that what is wrong has a source.
+    except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(f"{key} = {value!r} in {source}: {error}") from error
+    return converted
 
 
 def _read_file(file: Path | None) -> Mapping[str, Any]:
