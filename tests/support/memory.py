@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import mmap
@@ -32,7 +33,8 @@ class SharedMemory:
         """Give the memory back. Idempotent; whoever else has it mapped keeps it."""
         if self.fd >= 0:
             del self.bytes
-            self._mapping.close()
+            with contextlib.suppress(BufferError):  # Somebody still has a view; the mapping goes with the last one.
+                self._mapping.close()
             os.close(self.fd)
             self.fd = -1
 

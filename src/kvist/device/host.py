@@ -28,7 +28,7 @@ from kvist.model.transfer import CopyPlan
 from kvist.units import KIB
 
 _SEALS_NEEDED: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_PIECE_NBYTES_MAX: Final = 192 * KIB
+_PIECE_NBYTES: Final = 192 * KIB
 """Source and target fit into a usual L2 cache together; from 100 kB on xxhash lets go of the interpreter lock."""
 _DIGEST_NBYTES: Final = 8
 
@@ -140,19 +140,19 @@ class Piece(NamedTuple):
 
 @lru_cache(maxsize=64)
 def cut_into_pieces(group: LayerGroup, blocks_per_chunk: int) -> list[Piece]:
-    """Cut long runs and join short ones into pieces of about ``_PIECE_NBYTES_MAX``; the same for every chunk."""
+    """Cut a slot every ``_PIECE_NBYTES``, wherever its runs end: all layouts of the same bytes are checked alike."""
     pattern = chunk_pattern(group, blocks_per_chunk)
-    pieces: list[Piece] = []
-    parts: list[Part] = []
+    chunk_nbytes = group.block_nbytes * blocks_per_chunk
+    starts = range(0, chunk_nbytes, _PIECE_NBYTES)
+    pieces = [Piece(start, min(start + _PIECE_NBYTES, chunk_nbytes), []) for start in starts]
     columns = (pattern.position, pattern.slot_offsets, pattern.run_nbytes)
     for run, (position, offset, nbytes) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        for start in range(0, nbytes, _PIECE_NBYTES_MAX):
-            part = Part(run, position, start, offset + start, min(_PIECE_NBYTES_MAX, nbytes - start))
-            if parts and part.slot_offset + part.nbytes - parts[0].slot_offset > _PIECE_NBYTES_MAX:
-                pieces.append(Piece(parts[0].slot_offset, part.slot_offset, parts))
-                parts = []
-            parts.append(part)
-    pieces.append(Piece(parts[0].slot_offset, parts[-1].slot_offset + parts[-1].nbytes, parts))
+        at = offset
+        while at < offset + nbytes:
+            piece = pieces[at // _PIECE_NBYTES]
+            end = min(offset + nbytes, piece.slot_end)
+            piece.parts.append(Part(run, position, at - offset, at, end - at))
+            at = end
     return pieces
 
 
