@@ -169,3 +169,36 @@ def random_layouts(draw: st.DrawFn, *, num_blocks_max: int = 7) -> Laid:
         extents[0] += (num_blocks - 1) * block_stride
     group = LayerGroup(GroupKind.FULL, block_tokens, planes)
     return Laid(group, tuple(extent + draw(st.integers(0, 4)) for extent in extents))
+
+
+class ChunkMap:
+    """Reads and writes whole chunks of a group in an engine's memory, by the oracle's places."""
+
+    def __init__(self, laid: Laid, blocks_per_chunk: int) -> None:
+        first = chunk_places(laid.group, [0] * blocks_per_chunk)
+        second = chunk_places(laid.group, [1] * blocks_per_chunk)
+        self._memory = np.array([memory for memory, _, _ in first])
+        self.position = np.array([position for _, _, position in first])
+        """Which of the chunk's blocks each byte lies in."""
+        self._offset = np.array([offset for _, offset, _ in first])
+        self._stride = np.array([offset for _, offset, _ in second]) - self._offset
+        self.nbytes = len(first)
+
+    def write(self, memory: Sequence[Bytes], blocks: Sequence[int], chunk: bytes) -> None:
+        """Put a chunk's canonical bytes into blocks."""
+        values = np.frombuffer(chunk, dtype=np.uint8)
+        for number, (mask, offsets) in enumerate(self._places(blocks, len(memory))):
+            memory[number][offsets] = values[mask]
+
+    def read(self, memory: Sequence[Bytes], blocks: Sequence[int]) -> bytes:
+        """Return the canonical bytes that lie in blocks."""
+        chunk = np.empty(self.nbytes, dtype=np.uint8)
+        for number, (mask, offsets) in enumerate(self._places(blocks, len(memory))):
+            chunk[mask] = memory[number][offsets]
+        return chunk.tobytes()
+
+    def _places(self, blocks: Sequence[int], num_memory: int) -> Iterator[tuple[Bytes, Bytes]]:
+        offsets = self._offset + np.asarray(blocks)[self.position] * self._stride
+        for number in range(num_memory):
+            mask = self._memory == number
+            yield mask, offsets[mask]

@@ -250,6 +250,7 @@ class CacheService:
         parent_digests = parse_digests(request.parent)
         if len(parent_digests) > 1:
             raise Malformed(f"{len(parent_digests)} digests as one parent")
+        self._lane(registration).executor.check_takes_work()
         found = self._reserve(registration, parent_digests, digests)
         reply = wire.StoreReply(request.id, len(found.reserved), found.num_present, found.num_refused, found.reason)
         if not found.reserved:
@@ -262,12 +263,7 @@ class CacheService:
             registration.bases,
             on_done=lambda job: self._runtime.post(lambda: self._stored(session, reply, job, chunks)),
         )
-        try:
-            self._submit(session, registration, job)
-        except Overloaded:
-            for chunk in reversed(chunks):
-                self._index.abort(chunk)
-            raise
+        self._submit(session, registration, job)
         return None
 
     def _reserve(
@@ -418,11 +414,14 @@ class CacheService:
         return self._runtime.lanes[registration.handles[0].kind]
 
     def _submit(self, session: Session, registration: Registration, job: Job) -> None:
+        job.submitted_at = self._runtime.clock()
         self._lane(registration).executor.submit(job)
         session.jobs.add(job)
         session.num_unanswered += 1
 
     def _landed(self, session: Session, job: Job, reply: wire.Reply) -> None:
+        kind = "load" if job.plan.direction is Direction.SCATTER else "store"
+        self._counters[f"{kind}_ns"] += int((self._runtime.clock() - job.submitted_at) * 1e9)
         session.jobs.discard(job)
         self._answer(session, reply)
         self._close_if_drained(session)

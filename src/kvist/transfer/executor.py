@@ -37,6 +37,7 @@ class Job:
     """Of each chunk: expected ones for a scatter, found ones after a gather."""
     deadline: float | None = None
     """On ``time.monotonic()``."""
+    submitted_at: float = 0.0
     is_cancelled: bool = False
     """May be set by any thread at any time."""
     num_done: int = 0
@@ -59,6 +60,15 @@ class Executor:
         self._thread = threading.Thread(target=self._run, name=f"kvist-{device.kind}")
         self._thread.start()
 
+    def check_takes_work(self) -> None:
+        """Make sure that the next ``submit`` has a place: the queue gets longer only by this caller's own jobs.
+
+        Raises:
+            Overloaded: ``queue_max`` jobs are queued already.
+        """
+        if len(self._loads) + len(self._stores) >= self._queue_max:
+            raise Overloaded(f"{self._queue_max} copies are queued on device {self._device.kind!r}")
+
     def submit(self, job: Job) -> None:
         """Queue a job.
 
@@ -67,8 +77,7 @@ class Executor:
         """
         with self._changed:
             assert not self._is_closing
-            if len(self._loads) + len(self._stores) >= self._queue_max:
-                raise Overloaded(f"{self._queue_max} copies are queued on device {self._device.kind!r}")
+            self.check_takes_work()
             queue = self._loads if job.plan.direction is Direction.SCATTER else self._stores
             queue.append(job)
             self._changed.notify()

@@ -1,0 +1,270 @@
+"""A whole cache service without threads, sockets or time: every step of it happens when the test says so."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from kvist.device.host import HostDevice
+from kvist.errors import Overloaded
+from kvist.index.eviction import LeastRecentlyUsed
+from kvist.model.handles import MemoryHandle
+from kvist.model.transfer import CopyPlan, Direction
+from kvist.server.service import CacheService, Lane, Runtime
+from kvist.server.sessions import Peer, Session
+from kvist.storage.slots import SlotAllocator
+from kvist.transfer.executor import Job
+from kvist.wire import messages as wire
+from tests.support.layouts import ChunkMap, Laid
+from tests.support.memory import GUARD, SharedMemory
+
+LEASE_TTL_S = 10.0
+
+
+class WatchedDevice(HostDevice):
+    """A host device that knows what is open, so that a copy to or from anything else fails the test."""
+
+    def __init__(self, pool: SharedMemory) -> None:
+        super().__init__(pool.bytes.data, pool.bytes.ctypes.data, num_threads=1)
+        self.open: set[int] = set()
+
+    def open_memory(self, handle: MemoryHandle, fd: int) -> int:
+        address = super().open_memory(handle, fd)
+        self.open.add(address)
+        return address
+
+    def close_memory(self, address: int, nbytes: int) -> None:
+        self.open.remove(address)
+        super().close_memory(address, nbytes)
+
+    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range) -> list[bytes]:
+        assert self.open.issuperset(bases)
+        return super().gather(plan, bases, chunks)
+
+    def scatter(self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes]) -> list[bool]:
+        assert self.open.issuperset(bases)
+        return super().scatter(plan, bases, chunks, checksums)
+
+
+class SteppedExecutor:
+    """Keeps an executor's laws, a chunk a slice, on the caller's thread."""
+
+    def __init__(self, device: WatchedDevice, clock: Callable[[], float], *, queue_max: int) -> None:
+        self._device = device
+        self._clock = clock
+        self.queue_max = queue_max
+        self.calls: deque[Callable[[], None]] = deque()
+        self.jobs: list[Job] = []
+        self.newest: Job | None = None
+        self.is_breaking = False
+        """The next slice fails."""
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.calls or self.jobs)
+
+    def check_takes_work(self) -> None:
+        if len(self.jobs) >= self.queue_max:
+            raise Overloaded(f"{self.queue_max} copies are queued")
+
+    def submit(self, job: Job) -> None:
+        self.check_takes_work()
+        self.jobs.append(job)
+        self.newest = job
+
+    def call(self, function: Callable[[], None]) -> None:
+        self.calls.append(function)
+
+    def step(self) -> None:
+        """Run one call, or one slice of the oldest load, or of the oldest store where there is no load."""
+        if self.calls:
+            self.calls.popleft()()
+        elif self.jobs:
+            job = next((job for job in self.jobs if job.plan.direction is Direction.SCATTER), self.jobs[0])
+            self._advance(job)
+
+    def _advance(self, job: Job) -> None:
+        is_over = job.is_cancelled or (job.deadline is not None and self._clock() > job.deadline)
+        is_over = is_over or self.is_breaking
+        self.is_breaking = False
+        if not is_over:
+            chunks = range(job.num_done, job.num_done + 1)
+            if job.plan.direction is Direction.GATHER:
+                job.checksums += self._device.gather(job.plan, job.bases, chunks)
+            elif self._device.scatter(job.plan, job.bases, chunks, job.checksums[job.num_done : chunks.stop]) == [
+                False
+            ]:
+                job.failed.append(job.num_done)
+            job.num_done += 1
+        if is_over or job.num_done == job.plan.num_chunks:
+            self.jobs.remove(job)
+            job.on_done(job)
+
+
+class SimulatedDaemon:
+    """A service with its pool, its device's thread and its loop, all driven by ``step``."""
+
+    def __init__(self, num_slots: int, *, queue_max: int = 1000, requests_max: int = 1000) -> None:
+        self.now = 1000.0
+        self.posted: deque[Callable[[], None]] = deque()
+        self.pool = SharedMemory(num_slots * 4096, name="kvist-pool")
+        self.device = WatchedDevice(self.pool)
+        self.executor = SteppedExecutor(self.device, lambda: self.now, queue_max=queue_max)
+        numbers = itertools.count(1)
+        runtime = Runtime(
+            pid=os.getpid(), boot_id="boot", post=self.posted.append, clock=lambda: self.now,
+            new_id=lambda: next(numbers).to_bytes(16, "big"),
+            lanes={"host": Lane(self.device, self.executor)},  # type: ignore[arg-type]
+        )  # fmt: skip
+        limits = wire.Limits(1 << 20, wire.CHUNKS_MAX, wire.BLOCKS_MAX, requests_max, LEASE_TTL_S)
+        self.service = CacheService(
+            runtime, SlotAllocator(self.pool.nbytes), LeastRecentlyUsed(), pool_nbytes=self.pool.nbytes, limits=limits
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.posted) or self.executor.is_busy
+
+    def deliver(self) -> None:
+        """Run what the device's thread has posted to the loop, oldest first: one call."""
+        if self.posted:
+            self.posted.popleft()()
+
+    def settle(self) -> None:
+        """Run everything until nothing is left to do."""
+        while self.is_busy:
+            self.deliver()
+            self.executor.step()
+
+    def status(self) -> wire.StatusReply:
+        return self.service.status(0)
+
+    def state(self) -> wire.StatusReply:
+        """Return what a refused request must leave as it is: everything but the counters, evictions included."""
+        status = self.status()
+        evicted = {"chunks_evicted": status.counters["chunks_evicted"]}
+        return msgspec.structs.replace(status, counters=evicted)
+
+    def close(self) -> None:
+        self.settle()
+        self.pool.close()
+
+
+@dataclass(eq=False)
+class Sent:
+    """One request on its way, and the blocks that it may touch."""
+
+    request: wire.Request
+    chunks: list[list[int]] = field(default_factory=list)
+    job: Job | None = None
+
+
+class SimulatedEngine:
+    """One worker: a session, KV memory, and blocks that are ``GUARD`` from end to end unless a request has them."""
+
+    def __init__(
+        self, daemon: SimulatedDaemon, laid: Laid, *, engine_id: str = "x", shard: int = 0, num_shards: int = 1,
+        chunk_tokens: int,
+    ) -> None:  # fmt: skip
+        self.daemon = daemon
+        self.laid = laid
+        self.engine_id = engine_id
+        self.shard = shard
+        self.num_shards = num_shards
+        self.blocks_per_chunk = chunk_tokens // laid.group.block_tokens
+        self.map = ChunkMap(laid, self.blocks_per_chunk)
+        self.memory = [SharedMemory(nbytes, name="kvist-engine") for nbytes in laid.memory_nbytes]
+        for memory in self.memory:
+            memory.bytes[:] = GUARD
+        self.free_blocks = list(range(laid.group.num_blocks))
+        self.sent: dict[int, Sent] = {}
+        self.replies: list[tuple[Sent, wire.Reply]] = []
+        self.is_closed = False
+        self._ids = itertools.count(1)
+        hello = wire.Hello(0, wire.MAGIC, wire.PROTOCOL_VERSION, engine_id, f"shard {shard}")
+        self.session: Session = daemon.service.open_session(Peer(os.getpid(), os.getuid()), hello, self._receive)
+        self._chunk_tokens = chunk_tokens
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [memory.bytes for memory in self.memory]
+
+    def registration(self, request_id: int) -> wire.Register:
+        """Return this engine's description of its memory."""
+        group = self.laid.group
+        planes = [
+            wire.PlaneSpec(
+                p.memory, p.offset, p.num_blocks, p.block_stride, p.row_nbytes, p.num_kv, p.kv_stride, p.num_tokens,
+                p.token_stride, p.num_heads, p.head_stride,
+            )
+            for p in group.planes
+        ]  # fmt: skip
+        return wire.Register(
+            request_id, self.shard, self.num_shards, self._chunk_tokens,
+            [wire.MemorySpec("host", memory.nbytes) for memory in self.memory],
+            [wire.GroupSpec(group.kind.value, group.block_tokens, planes, group.null_block)],
+        )  # fmt: skip
+
+    def register(self) -> Sent:
+        """Hand the memory over."""
+        return self.send(self.registration, fds=[memory.fd for memory in self.memory])
+
+    def send(
+        self, build: Callable[[int], wire.Request], chunks: list[list[int]] | None = None, fds: Sequence[int] = ()
+    ) -> Sent:
+        """Let the service handle a request. Its reply, now or later, is appended to ``replies``.
+
+        A request that is refused at once has changed nothing.
+        """
+        request = build(next(self._ids))
+        sent = self.sent[request.id] = Sent(request, chunks or [])
+        self.daemon.executor.newest = None
+        before = self.daemon.state()
+        reply = self.daemon.service.handle(self.session, request, fds)
+        assert not isinstance(reply, wire.Error) or self.daemon.state() == before, reply
+        sent.job = self.daemon.executor.newest
+        if reply is not None:
+            self._receive(reply)
+        return sent
+
+    def call(self, build: Callable[[int], wire.Request], **more: object) -> wire.Reply:
+        """Send a request, run everything, and return its reply."""
+        sent = self.send(build, **more)  # type: ignore[arg-type]
+        self.daemon.settle()
+        return next(reply for answered, reply in self.replies if answered is sent)
+
+    def take_chunks(self, num: int) -> list[list[int]]:
+        """Take blocks for ``num`` chunks; fewer chunks if there are not so many."""
+        num = min(num, len(self.free_blocks) // self.blocks_per_chunk)
+        return [[self.free_blocks.pop() for _ in range(self.blocks_per_chunk)] for _ in range(num)]
+
+    def give_back(self, chunks: list[list[int]]) -> None:
+        """Fill blocks with ``GUARD`` and call them free."""
+        for blocks in chunks:
+            self.map.write(self.arrays, blocks, bytes([GUARD]) * self.map.nbytes)
+            self.free_blocks += blocks
+
+    def end(self) -> None:
+        """Lose the connection, as when the process dies."""
+        self.daemon.service.close_session(self.session, self._closed)
+
+    def _closed(self) -> None:
+        assert not self.is_closed
+        self.is_closed = True
+        for memory in self.memory:
+            memory.close()
+
+    def _receive(self, reply: wire.Reply) -> None:
+        assert not self.is_closed
+        self.replies.append((self.sent.pop(reply.id), reply))
+
+
+def packed(chunks: Sequence[Sequence[int]]) -> bytes:
+    """Return block ids as they travel."""
+    return np.array([block for blocks in chunks for block in blocks], dtype="<i4").tobytes()
