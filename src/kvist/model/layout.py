@@ -141,6 +141,11 @@ class LayerGroup:
         """Payload bytes of one block over all layers."""
         return sum(plane.page_nbytes for plane in self.planes)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows of one block over all layers."""
+        return sum(plane.page_nbytes // plane.row_nbytes for plane in self.planes)
+
     def blocks_per_chunk(self, chunk_tokens: int) -> int:
         """Return how many blocks a chunk is made of.
 

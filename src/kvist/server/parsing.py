@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from typing import Final
 
-from kvist.errors import KeyInvalid, LayoutError, LayoutRefused, Malformed
+from kvist.errors import InvalidBlocks, KeyInvalid, LayoutError, LayoutRefused, Malformed
 from kvist.model.handles import MemoryHandle
 from kvist.model.keys import DIGEST_NBYTES, Digest, split_digests
-from kvist.model.layout import GroupKind, KVLayout, LayerGroup, LayerPlane
+from kvist.model.layout import GroupKind, Int64s, KVLayout, LayerGroup, LayerPlane
+from kvist.server.sessions import Registration
+from kvist.transfer.plan import parse_block_ids
 from kvist.wire import messages as wire
 
 _KINDS = {kind.value: kind for kind in GroupKind}
 _INT64_MAX = 2**63 - 1
+ROWS_MAX: Final = 4096
+"""Most (group, shard) pairs in one lookup, and most shards of one engine."""
+_KEYS_MAX: Final = 1 << 20
+"""Most keys in one lookup: its digests, on every group and shard."""
 
 
 def parse_digests(packed: bytes) -> list[Digest]:
@@ -27,6 +34,33 @@ def parse_digests(packed: bytes) -> list[Digest]:
         return split_digests(packed)
     except KeyInvalid as error:
         raise Malformed(str(error)) from error
+
+
+def check_lookup(request: wire.Lookup, num_digests: int) -> None:
+    """Refuse a lookup whose answer would keep the loop from everybody else.
+
+    Raises:
+        Malformed: no groups or shards, or too many.
+    """
+    num_rows = request.num_shards * request.num_groups
+    if min(request.num_shards, request.num_groups) < 1 or num_rows > ROWS_MAX or num_rows * num_digests > _KEYS_MAX:
+        raise Malformed(
+            f"{num_digests} digests in {request.num_groups} groups on {request.num_shards} shards; at most {ROWS_MAX} "
+            f"groups times shards, and {_KEYS_MAX} keys in all"
+        )
+
+
+def parse_blocks(packed: bytes, registration: Registration, num_chunks: int) -> Int64s:
+    """Read the block ids of so many chunks, a row a chunk.
+
+    Raises:
+        InvalidBlocks: more than ``BLOCKS_MAX``, or wrong for the registered blocks.
+    """
+    if len(packed) > wire.BLOCKS_MAX * 4:
+        raise InvalidBlocks(f"{len(packed) // 4} block ids are over the limit of {wire.BLOCKS_MAX}")
+    return parse_block_ids(
+        packed, registration.group, num_chunks=num_chunks, blocks_per_chunk=registration.blocks_per_chunk
+    )
 
 
 def parse_layout(request: wire.Register) -> tuple[KVLayout, tuple[MemoryHandle, ...]]:

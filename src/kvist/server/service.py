@@ -38,17 +38,25 @@ from kvist.model.handles import MemoryHandle
 from kvist.model.keys import Digest, chunk_keys
 from kvist.model.layout import KVLayout
 from kvist.model.transfer import Direction
-from kvist.server.parsing import close_all, duplicate_all, parse_digests, parse_layout
+from kvist.server.parsing import (
+    ROWS_MAX,
+    check_lookup,
+    close_all,
+    duplicate_all,
+    parse_blocks,
+    parse_digests,
+    parse_layout,
+)  # fmt: skip
 from kvist.server.sessions import Peer, Registration, Session, num_registered
 from kvist.storage.slots import SlotAllocator
 from kvist.transfer.executor import Executor, Job
-from kvist.transfer.plan import parse_block_ids, plan_copy
+from kvist.transfer.plan import plan_copy
 from kvist.wire import messages as wire
 
 logger = logging.getLogger(__name__)
 
-_ROWS_MAX = 4096
-"""Most (group, shard) pairs in one lookup."""
+_CHUNK_ROWS_MAX = 1 << 22
+"""Most rows of one chunk: what a copy of it costs beyond its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +188,7 @@ class CacheService:
     def _lookup(self, session: Session, request: wire.Lookup) -> wire.LookupReply:
         self._check_takes_work()
         digests = parse_digests(request.digests)
-        if request.num_shards < 1 or request.num_groups < 1 or request.num_shards * request.num_groups > _ROWS_MAX:
-            raise Malformed(f"{request.num_groups} groups on {request.num_shards} shards; at most {_ROWS_MAX} in all")
+        check_lookup(request, len(digests))
         pairs = itertools.product(range(request.num_groups), range(request.num_shards))
         rows = {
             (group, shard): self._index.match(chunk_keys(digests, group=group, shard=shard)) for group, shard in pairs
@@ -203,10 +210,7 @@ class CacheService:
         registration = _registered(session)
         lease = self._leases.find(LeaseId(request.lease), engine_id=session.engine_id, shard=registration.shard)
         num_chunks = len(request.block_ids) // (4 * registration.blocks_per_chunk)
-        block_ids = parse_block_ids(
-            request.block_ids, registration.group,
-            num_chunks=num_chunks, blocks_per_chunk=registration.blocks_per_chunk,
-        )  # fmt: skip
+        block_ids = parse_blocks(request.block_ids, registration, num_chunks)
         row = lease.rows[registration.group_number, registration.shard]
         chunks = row[request.first_chunk : request.first_chunk + num_chunks] if request.first_chunk >= 0 else []
         if len(chunks) != num_chunks or not num_chunks:
@@ -219,6 +223,8 @@ class CacheService:
             Direction.SCATTER, registration.group, block_ids, _slot_offsets(chunks),
             num_skipped_blocks=request.num_skipped_blocks,
         )  # fmt: skip
+        if request.deadline_ms < 0:
+            raise Malformed(f"a deadline of {request.deadline_ms} ms")
         deadline = self._runtime.clock() + request.deadline_ms / 1e3 if request.deadline_ms else None
         job = Job(
             plan, registration.bases, deadline=deadline, checksums=[chunk.checksum for chunk in chunks],
@@ -243,10 +249,7 @@ class CacheService:
         self._check_takes_work()
         registration = _registered(session)
         digests = parse_digests(request.digests)
-        block_ids = parse_block_ids(
-            request.block_ids, registration.group,
-            num_chunks=len(digests), blocks_per_chunk=registration.blocks_per_chunk,
-        )  # fmt: skip
+        block_ids = parse_blocks(request.block_ids, registration, len(digests))
         parent_digests = parse_digests(request.parent)
         if len(parent_digests) > 1:
             raise Malformed(f"{len(parent_digests)} digests as one parent")
@@ -333,14 +336,17 @@ class CacheService:
         kinds = {handle.kind for handle in handles}
         if len(kinds) != 1 or not kinds <= self._runtime.lanes.keys():
             raise LayoutRefused(f"memory of kinds {sorted(kinds)}; served are {sorted(self._runtime.lanes)}")
-        if not 0 <= request.shard < request.num_shards:
-            raise Malformed(f"shard {request.shard} of {request.num_shards}")
+        if not 0 <= request.shard < request.num_shards <= ROWS_MAX:
+            raise Malformed(f"shard {request.shard} of {request.num_shards}; at most {ROWS_MAX}")
         try:
             check_kinds(layout.groups)
             if len(layout.groups) > 1:
                 raise LayoutError(f"{len(layout.groups)} layer groups; only models with one are served")
             blocks_per_chunk = layout.groups[0].blocks_per_chunk(request.chunk_tokens)
             self._slots.check_fits(layout.groups[0].block_nbytes * blocks_per_chunk)
+            num_rows = layout.groups[0].num_rows * blocks_per_chunk
+            if num_rows > _CHUNK_ROWS_MAX:
+                raise LayoutError(f"a chunk of {num_rows} rows is over the limit of {_CHUNK_ROWS_MAX}")
         except LayoutError as error:
             raise LayoutRefused(str(error)) from error
         self._open_memory(session, request, _Opening(layout, handles, blocks_per_chunk), fds)

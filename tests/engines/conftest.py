@@ -1,0 +1,142 @@
+"""Real vLLM processes and daemons for the tests beside this file, which are skipped where vLLM is not installed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools" / "vllm"))
+
+from child import EngineProcess, engine_options  # noqa: E402
+
+from kvist.client.client import Client  # noqa: E402
+from kvist.errors import Unreachable  # noqa: E402
+from kvist.wire import messages as wire  # noqa: E402
+
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+MODELS = ROOT / ".models"
+CHUNK_TOKENS = 128
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = "vLLM is not installed in .venv-vllm, or its models are missing; `make engines` sets both up"
+    is_there = PYTHON.exists() and all((MODELS / name / ".ready").exists() for name in ("llama", "qwen3", "smollm2"))
+    for item in items:
+        if Path(item.fspath).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.engines)
+            item.add_marker(pytest.mark.timeout(900))
+            if not is_there:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@dataclass
+class Daemon:
+    """A daemon that can be killed and started again on the same path."""
+
+    folder: Path
+    pool: str = "512MiB"
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    @property
+    def socket(self) -> str:
+        return str(self.folder / "kvist.sock")
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "kvist", "serve", "--pool", self.pool, "--socket", self.socket]
+        with (self.folder / "daemon.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stderr=log)
+        wait_until(lambda: self.status() is not None, 60)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        if self.process.poll() is None:
+            os.kill(self.pid, signal.SIGCONT)
+            os.kill(self.pid, number)
+            self.process.wait(30)
+
+    def status(self) -> wire.StatusReply | None:
+        client = Client(self.socket, engine_id="test", name="test")
+        try:
+            reply = client.call(wire.Status, deadline_s=10)
+        except Unreachable:
+            return None
+        finally:
+            client.close()
+        assert isinstance(reply, wire.StatusReply)
+        return reply
+
+    def count(self, name: str) -> int:
+        status = self.status()
+        assert status is not None
+        return status.counters.get(name, 0)
+
+
+def wait_until(is_so: Callable[[], bool], within_s: float) -> None:
+    """Return when a condition holds.
+
+    Raises:
+        AssertionError: it did not within ``within_s``.
+    """
+    deadline = time.monotonic() + within_s
+    pause = __import__("threading").Event()
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        pause.wait(0.01)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    daemon = Daemon(tmp_path)
+    yield daemon
+    daemon.stop()
+
+
+StartEngine = Callable[..., EngineProcess]
+
+
+@pytest.fixture
+def start_engine(tmp_path: Path) -> Iterator[StartEngine]:
+    """Return a function that starts engines of a tiny or small model, all of which end with the test."""
+    engines: list[EngineProcess] = []
+
+    def start(model: str, socket: str | None, *, kv_mib: int = 256, is_probed: bool = True, **options: Any) -> Any:
+        is_one_process = options.pop("is_one_process", True)
+        chosen = engine_options(MODELS / model, socket=socket, kv_nbytes=kv_mib << 20, **options)
+        script = {"script": Path(__file__).with_name("probe.py")} if is_probed and socket else {}
+        log = tmp_path / f"engine-{len(engines)}.log"
+        engines.append(EngineProcess(PYTHON, chosen, log, is_one_process=is_one_process, **script))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def make_prompts(count: int, *, longest: int, seed: int) -> list[list[int]]:
+    """Return prompts of mixed length, in families that share their beginnings."""
+    chance = random.Random(seed)
+    stems = [[chance.randrange(3, 1000) for _ in range(longest)] for _ in range(max(2, count // 6))]
+    prompts = []
+    for _ in range(count):
+        stem = chance.choice(stems)
+        shared = chance.randrange(0, longest * 3 // 4)
+        tail = chance.randrange(1, longest - shared)
+        prompts.append(stem[:shared] + [chance.randrange(3, 1000) for _ in range(tail)])
+    return prompts
