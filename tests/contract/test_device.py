@@ -13,6 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from kvist.device.base import Device
+from kvist.device.host import HostDevice
+from kvist.errors import LayoutError
+from kvist.model.handles import MemoryHandle
+from kvist.model.transfer import CopyPlan, Direction
+from kvist.units import KIB, MIB
 from tests.support.layouts import (
     SAME_BYTES,
     Bytes,
@@ -25,13 +32,6 @@ from tests.support.layouts import (
     random_layouts,
 )
 from tests.support.memory import GUARD, SEALS, SharedMemory, num_fds, num_mappings, stamp
-
-from kvist.device.base import Device
-from kvist.device.host import HostDevice
-from kvist.errors import LayoutError
-from kvist.model.handles import MemoryHandle
-from kvist.model.transfer import CopyPlan, Direction
-from kvist.units import KIB, MIB
 
 POOL_NBYTES = 8 * MIB
 

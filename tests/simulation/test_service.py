@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from tests.support.layouts import Laid, Shape, block_outermost, hnd, kv_apart, nhd
-from tests.support.memory import GUARD, stamp
-from tests.support.simulated import LEASE_TTL_S, Sent, SimulatedDaemon, SimulatedEngine, packed
 
 from kvist.index.chunk_index import ChunkState
 from kvist.wire import messages as wire
+from tests.support.layouts import Laid, Shape, block_outermost, hnd, kv_apart, nhd
+from tests.support.memory import GUARD, stamp
+from tests.support.simulated import LEASE_TTL_S, Sent, SimulatedDaemon, SimulatedEngine, packed
 
 NUM_SLOTS = 12
 CHUNK_TOKENS = 4

@@ -112,8 +112,9 @@ class SimulatedDaemon:
 
     def __init__(self, num_slots: int, *, queue_max: int = 1000, requests_max: int = 1000) -> None:
         self.now = 1000.0
+        self.engines: list[SimulatedEngine] = []
         self.posted: deque[Callable[[], None]] = deque()
-        self.pool = SharedMemory(num_slots * 4096, name="kvist-pool")
+        self.pool = SharedMemory(num_slots * 4096, name="kvist-simulated-pool")
         self.device = WatchedDevice(self.pool)
         self.executor = SteppedExecutor(self.device, lambda: self.now, queue_max=queue_max)
         numbers = itertools.count(1)
@@ -152,7 +153,13 @@ class SimulatedDaemon:
         return msgspec.structs.replace(status, counters=evicted)
 
     def close(self) -> None:
+        """End every session, check that nothing of them is left, and give the pool back."""
+        for engine in self.engines:
+            engine.end()
         self.settle()
+        self.service.check_invariants()
+        assert all(engine.is_closed for engine in self.engines)
+        assert not self.device.open
         self.pool.close()
 
 
@@ -173,6 +180,7 @@ class SimulatedEngine:
         chunk_tokens: int,
     ) -> None:  # fmt: skip
         self.daemon = daemon
+        daemon.engines.append(self)
         self.laid = laid
         self.engine_id = engine_id
         self.shard = shard

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.layouts import Laid, Shape, block_outermost, chunk_places, hnd, kv_apart, nhd, opaque, random_layouts
 
 from kvist.device.runs import chunk_pattern
+from tests.support.layouts import Laid, Shape, block_outermost, chunk_places, hnd, kv_apart, nhd, opaque, random_layouts
 
 BASES = np.array([10**6, 2**40, 2**63], dtype=np.uint64)
 

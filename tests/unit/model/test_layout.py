@@ -5,6 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from kvist.errors import LayoutError
+from kvist.model.handles import MemoryHandle
+from kvist.model.layout import GroupKind, KVLayout, LayerGroup, LayerPlane
 from tests.support.layouts import (
     SAME_BYTES,
     Laid,
@@ -17,10 +21,6 @@ from tests.support.layouts import (
     random_layouts,
     row_starts,
 )
-
-from kvist.errors import LayoutError
-from kvist.model.handles import MemoryHandle
-from kvist.model.layout import GroupKind, KVLayout, LayerGroup, LayerPlane
 
 
 @st.composite

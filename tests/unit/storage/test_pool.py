@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.memory import num_fds, num_mappings
 
 from kvist.errors import ConfigError
 from kvist.storage import pool as pool_module
 from kvist.storage.pool import check_free_memory, open_pool
 from kvist.units import GIB, KIB, MIB
+from tests.support.memory import num_fds, num_mappings
 
 
 def resident_nbytes(name: str) -> int:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.waiting import wait_until
 
 from kvist.errors import Overloaded
 from kvist.model.handles import MemoryHandle
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
 from kvist.model.transfer import CopyPlan, Direction
 from kvist.transfer.executor import SLICE_NBYTES, Executor, Job
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 20.0
 A_SLICE_EACH = LayerGroup(
