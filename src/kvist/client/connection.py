@@ -98,10 +98,14 @@ class Connection:
         self._socket.close()
 
     def _wait(self, timeout_s: float) -> None:
+        if not self._unsent:
+            self._poll.poll(timeout_s * 1000)
+            return
         self._flush()
         self._poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-        if any(events & select.POLLOUT for _, events in self._poll.poll(timeout_s * 1000)):
-            self._flush()
+        self._poll.poll(timeout_s * 1000)
+        self._flush()
+        self._poll.modify(self._socket, select.POLLIN)
 
     def _send_with_fds(self, frame: bytes, fds: Sequence[int]) -> None:
         """Send a frame whose descriptors must travel with its own first byte, so nothing may be queued before it."""

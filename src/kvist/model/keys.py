@@ -9,6 +9,8 @@ machine, the Python version or an environment variable: golden vectors in the te
 
 from __future__ import annotations
 
+import array
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -93,6 +95,12 @@ def as_tokens(tokens: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
     Raises:
         KeyInvalid: an id is negative or above 2**31 - 1, or ``tokens`` is not one-dimensional and integral.
     """
+    if isinstance(tokens, list):
+        # What engines keep. Twice as fast as through numpy, which has the words for what is wrong with the others.
+        with contextlib.suppress(OverflowError, TypeError):
+            ids = np.frombuffer(array.array("i", tokens), dtype=np.int32)
+            if not ids.size or int(ids.min()) >= 0:
+                return ids.astype("<i4", copy=False)
     try:
         wide = np.asarray(tokens, dtype=None if len(tokens) else np.int64)
     except OverflowError as error:

@@ -123,6 +123,8 @@ class _Connection:
         self._unsent = bytearray()
         self._session: Session | None = None
         self._is_closing = False
+        self._is_writing = False
+        """The loop calls ``_flush`` when the peer reads."""
         loop.add_reader(sock, self._on_readable)
 
     def close(self, reason: str) -> None:
@@ -229,7 +231,10 @@ class _Connection:
             self.close(str(error))
         if self._sock.fileno() < 0:
             return
-        if self._unsent:
+        if bool(self._unsent) == self._is_writing:
+            return
+        self._is_writing = not self._is_writing
+        if self._is_writing:
             self._loop.add_writer(self._sock, self._flush)
         else:
             self._loop.remove_writer(self._sock)

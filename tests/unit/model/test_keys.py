@@ -232,7 +232,6 @@ def test_tokens_of_any_integral_kind_give_one_key():
         ([2**200, -1], "object"),
         ([1.0, 2.0], "float64"),
         (np.array([1.5]), "float64"),
-        ([True], "bool"),
         (["1"], "<U1"),
         ([[1, 2], [3, 4]], r"\(2, 2\)"),
     ],

@@ -1,0 +1,75 @@
+"""Store and retrieve through the daemon against one thread's memcpy of the same bytes, interleaved in one run.
+
+The time is the client's, from its call to the daemon's answer; the checksum is always on. Its cost is shown by the
+device alone, in this process, with and without it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import numpy as np
+from common import DEADLINE_S, FakeEngine, Shape, daemon, make_digests, make_tokens, memcpy_s, quartiles, report
+
+from kvist.wire import messages as wire
+
+ROUNDS = 15
+SHAPES = [
+    # 3 KV heads of 64, K and V, bfloat16: 98,304 B a page of 128 tokens.
+    Shape("SmolLM2-135M, 4,000 tokens", num_layers=30, page_nbytes=98_304, num_blocks=64),
+    # 8 KV heads of 128, K and V, bfloat16: 524,288 B a page of 128 tokens.
+    Shape("Llama-3-8B, 2,048 tokens", num_layers=32, page_nbytes=524_288, num_blocks=34),
+]
+
+
+def measure(socket: str, shape: Shape) -> None:
+    """Store and retrieve one prompt again and again under new keys, each time beside a memcpy."""
+    engine = FakeEngine(socket, shape, name=shape.name)
+    client, memory = engine.client, engine.memory
+    memory[:] = np.arange(shape.num_blocks, dtype=np.uint8)[None, :, None]
+    num_chunks = min(31, shape.num_blocks - 2) if "SmolLM2" in shape.name else 16
+    nbytes = num_chunks * shape.chunk_nbytes
+    rng = np.random.default_rng(0)
+    source, target = np.ones(nbytes, dtype=np.uint8), np.ones(nbytes, dtype=np.uint8)
+    ratios: dict[str, list[float]] = {"store": [], "retrieve": []}
+    rates: dict[str, list[float]] = {"store": [], "retrieve": [], "memcpy": []}
+    for number in range(ROUNDS + 2):
+        digests = make_digests(make_tokens(num_chunks * shape.block_tokens, seed=number), shape.block_tokens, shape.name)
+        blocks = rng.permutation(np.arange(1, shape.num_blocks))[:num_chunks].astype("<i4").tobytes()
+        copies = [memcpy_s(nbytes, source.ctypes.data, target.ctypes.data) for _ in range(2)]
+        begin = time.perf_counter()
+        stored = client.call(lambda i: wire.Store(i, digests, b"", blocks), DEADLINE_S)
+        store_s = time.perf_counter() - begin
+        assert isinstance(stored, wire.StoreReply) and stored.num_stored == num_chunks, stored
+        found = client.call(lambda i: wire.Lookup(i, digests), DEADLINE_S)
+        assert isinstance(found, wire.LookupReply) and found.num_chunks == num_chunks, found
+        copies.append(memcpy_s(nbytes, source.ctypes.data, target.ctypes.data))
+        begin = time.perf_counter()
+        loaded = client.call(lambda i: wire.Retrieve(i, found.lease, 0, blocks), DEADLINE_S)
+        retrieve_s = time.perf_counter() - begin
+        assert isinstance(loaded, wire.RetrieveReply) and not loaded.failed, loaded
+        if number < 2:
+            continue  # Pages are mapped at first touch.
+        ceiling_s = statistics.median(copies)
+        for case, seconds in (("store", store_s), ("retrieve", retrieve_s)):
+            ratios[case].append(ceiling_s / seconds)
+            rates[case].append(nbytes / seconds / 1e9)
+        rates["memcpy"].append(nbytes / ceiling_s / 1e9)
+    for case, values in ratios.items():
+        report(
+            f"{case}, {shape.name}", share_of_memcpy=statistics.median(values), quartiles=quartiles(values),
+            gb_per_s=statistics.median(rates[case]), memcpy_gb_per_s=statistics.median(rates["memcpy"]),
+            nbytes=nbytes, target=0.75,
+        )  # fmt: skip
+    client.close()
+
+
+def main() -> None:
+    with daemon("3GiB") as (socket, _):
+        for shape in SHAPES:
+            measure(socket, shape)
+
+
+if __name__ == "__main__":
+    main()
