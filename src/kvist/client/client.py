@@ -58,6 +58,8 @@ class _Link:
     connection: Connection
     pending: dict[int, Pending] = field(default_factory=dict)
     welcome: wire.Welcome | None = None
+    registration_id: int | None = None
+    """Of the request that handed this process's memory over."""
     fault: str = ""
     """Why nothing more is said on this connection."""
 
@@ -202,6 +204,7 @@ class Client:
 
     def _send_registration(self, link: _Link, registrar: Registrar) -> None:
         pending = self._new_pending(link)
+        link.registration_id = pending.id
         message, fds = registrar(pending.id)
         try:
             link.connection.send(encode(message, num_fds=len(fds)), fds)
@@ -233,7 +236,7 @@ class Client:
             logger.info(
                 "connected to kvist daemon=%s pid=%d path=%s", reply.daemon, link.connection.daemon_pid, self.path
             )
-        elif isinstance(reply, wire.Registered) or (isinstance(reply, wire.Error) and reply.code == "layout_refused"):
+        elif reply.id == link.registration_id and isinstance(reply, wire.Registered | wire.Error):
             self.registration = reply
         pending = link.pending.pop(reply.id, None)
         if pending is not None:
