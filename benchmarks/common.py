@@ -37,7 +37,7 @@ def daemon(pool: str) -> Iterator[tuple[str, int]]:
     with tempfile.TemporaryDirectory(prefix="kvist-bench-") as folder:
         socket = f"{folder}/kvist.sock"
         command = [sys.executable, "-m", "kvist", "serve", "--pool", pool, "--socket", socket]
-        with open(f"{folder}/log", "wb") as log:  # noqa: PTH123
+        with open(f"{folder}/log", "wb") as log:
             process = subprocess.Popen(command, stderr=log)
         try:
             wait_until(lambda: os.path.exists(socket), 120)

@@ -11,8 +11,8 @@ import statistics
 import time
 
 import numpy as np
-from common import DEADLINE_S, FakeEngine, Shape, cpu_s, daemon, make_digests, make_tokens, quartiles, report
 
+from common import DEADLINE_S, FakeEngine, Shape, cpu_s, daemon, make_digests, make_tokens, quartiles, report
 from kvist.wire import messages as wire
 
 ROUNDS = 4000
@@ -53,6 +53,7 @@ def timed(call: object, count: int) -> list[float]:
 
 
 def main() -> None:
+    """Measure and report."""
     tokens = make_tokens(65_536, seed=1)
     with daemon("256MiB") as (path, pid):
         engine = FakeEngine(path, SHAPE)

@@ -10,8 +10,8 @@ import statistics
 import time
 
 import numpy as np
-from common import DEADLINE_S, FakeEngine, Shape, daemon, make_digests, make_tokens, memcpy_s, quartiles, report
 
+from common import DEADLINE_S, FakeEngine, Shape, daemon, make_digests, make_tokens, memcpy_s, quartiles, report
 from kvist.wire import messages as wire
 
 ROUNDS = 15
@@ -35,7 +35,9 @@ def measure(socket: str, shape: Shape) -> None:
     ratios: dict[str, list[float]] = {"store": [], "retrieve": []}
     rates: dict[str, list[float]] = {"store": [], "retrieve": [], "memcpy": []}
     for number in range(ROUNDS + 2):
-        digests = make_digests(make_tokens(num_chunks * shape.block_tokens, seed=number), shape.block_tokens, shape.name)
+        digests = make_digests(
+            make_tokens(num_chunks * shape.block_tokens, seed=number), shape.block_tokens, shape.name
+        )
         blocks = rng.permutation(np.arange(1, shape.num_blocks))[:num_chunks].astype("<i4").tobytes()
         copies = [memcpy_s(nbytes, source.ctypes.data, target.ctypes.data) for _ in range(2)]
         begin = time.perf_counter()
@@ -66,6 +68,7 @@ def measure(socket: str, shape: Shape) -> None:
 
 
 def main() -> None:
+    """Measure and report."""
     with daemon("3GiB") as (socket, _):
         for shape in SHAPES:
             measure(socket, shape)

@@ -23,12 +23,12 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools" / "vllm"))
 
-from child import EngineDied, EngineProcess, cpu_dtype, engine_options  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from rich.console import Console
+from rich.table import Table
 
-from kvist.client.client import Client  # noqa: E402
-from kvist.wire import messages as wire  # noqa: E402
+from child import EngineDied, EngineProcess, cpu_dtype, engine_options
+from kvist.client.client import Client
+from kvist.wire import messages as wire
 
 PYTHON: Final = ROOT / ".venv-vllm" / "bin" / "python"
 MODEL: Final = ROOT / ".models" / "smollm2"
@@ -149,8 +149,8 @@ def show(rows: list[Row]) -> bool:
     is_equal = all(row.tokens == cold.tokens for row in hits)
     if is_served and is_equal:
         console.print(
-            f"A new engine process answered {cold.ttft_s / rows[-1].ttft_s:.0f} times sooner than the first one, with the "
-            f"same tokens, from KV that the kvist daemon kept while the engine that had computed it was killed."
+            f"A new engine process answered {cold.ttft_s / rows[-1].ttft_s:.0f} times sooner than the first one, with "
+            f"the same tokens, from KV that the kvist daemon kept while the engine that had computed it was killed."
         )
     else:
         console.print(f"[red]NOT as promised: hits served: {is_served}, tokens identical: {is_equal}[/red]")
@@ -158,6 +158,7 @@ def show(rows: list[Row]) -> bool:
 
 
 def main() -> int:
+    """Run the demonstration; return the exit code."""
     begin = time.monotonic()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvist-demo-")))

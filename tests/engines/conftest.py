@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "vllm"))
 
 from child import EngineProcess, engine_options  # noqa: E402
-
 from kvist.client.client import Client  # noqa: E402
 from kvist.errors import Unreachable  # noqa: E402
 from kvist.wire import messages as wire  # noqa: E402

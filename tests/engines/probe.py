@@ -12,9 +12,9 @@ from collections import Counter
 from typing import Any
 
 import torch
-from engine import Engine, main
 from vllm import SamplingParams
 
+from engine import Engine, main
 from kvist.adapters.vllm.connector import KvistConnector
 from kvist.adapters.vllm.metadata import LoadJob, StoreJob
 from kvist.adapters.vllm.scheduler import SchedulerSide

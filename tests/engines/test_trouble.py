@@ -47,10 +47,8 @@ def test_daemon_is_killed_stopped_and_frozen_during_loads(daemon: Daemon, start_
         engine.ask("signal_at_load", pid=daemon.pid, number=int(number))
         begin = time.monotonic()
         engine.send("generate", prompts=prompts, num_tokens=NUM_TOKENS)
-        if number == signal.SIGSTOP:
-            reply = engine_answer_while_frozen(engine, daemon)
-        else:
-            reply = engine.answer()
+        is_frozen = number == signal.SIGSTOP
+        reply = engine_answer_while_frozen(engine, daemon) if is_frozen else engine.answer()
         # Computing instead of loading takes its time as well; it is bounded by three times the usual here.
         assert time.monotonic() - begin < DEADLINE_S + 3 * usual_s + 3
         assert reply["tokens"] == expected
@@ -175,7 +173,7 @@ def test_requests_choose_and_tenants_are_apart(daemon: Daemon, start_engine: Sta
 
 
 def test_engine_runs_without_a_daemon_and_with_wrong_options(tmp_path: Path, start_engine: StartEngine) -> None:
-    """No daemon, an unknown option, a chunk that is no multiple of the block: the engine starts, answers and says so."""
+    """Without a daemon, with an unknown option or a chunk that is no multiple of the block, it answers and says so."""
     prompt = make_prompts(1, longest=600, seed=16)[0]
     cases = [
         ({}, {}, "no kvist daemon answers"),

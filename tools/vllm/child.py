@@ -26,9 +26,8 @@ class EngineDied(Exception):
 
 def cpu_dtype() -> str:
     """Return the element type in which this CPU multiplies matrices fast."""
-    flags = (
-        {word for line in Path("/proc/cpuinfo").open() for word in line.split()} if os.path.exists("/proc") else set()
-    )
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     return "bfloat16" if flags & _BF16_FLAGS else "float32"
 
 

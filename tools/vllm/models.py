@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # noqa: TID251 -- this is a program, run before transformers is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers

@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 the daemon is not there or refused, 2 wrong arguments or c
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +22,6 @@ from kvist.server.config import ServeConfig, load_config, process_environment
 from kvist.server.daemon import run
 from kvist.units import format_nbytes
 from kvist.wire import messages as wire
-from kvist.wire.address import default_socket_path
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="A KV-cache service for LLM inference engines.")
 _errors = Console(stderr=True)
@@ -57,9 +55,10 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show what the daemon holds and has done."""
-    client = Client(socket or default_socket_path(os.getuid()), engine_id="kvist-status", name="kvist status")
     logging.disable()
     try:
+        path = load_config(None, {"socket": socket}, process_environment()).socket_path
+        client = Client(path, engine_id="kvist-status", name="kvist status")
         reply = client.call(wire.Status, deadline_s=5.0)
     except KvistError as error:
         _errors.print(f"kvist: {error}", style="red", highlight=False, soft_wrap=True)

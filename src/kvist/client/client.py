@@ -178,7 +178,7 @@ class Client:
         return self.registration
 
     def close(self) -> None:
-        """Close the connection; the daemon drops what this session holds. Idempotent."""
+        """Close the connection, at this process's end only: copies that have begun go on in the daemon. Idempotent."""
         if self._link is not None:
             self._last_failure = "closed by this process"
             self._lose(self._link, self._last_failure)

@@ -17,6 +17,8 @@ from kvist.wire.messages import Reply
 
 _UNSENT_NBYTES_MAX: Final = 16 * MIB
 _READ_NBYTES: Final = 64 * 1024
+_FLUSH_S: Final = 0.1
+"""How long a registration waits for the hello before it to go out."""
 _UCRED: Final = struct.Struct("3i")
 
 
@@ -109,10 +111,14 @@ class Connection:
 
     def _send_with_fds(self, frame: bytes, fds: Sequence[int]) -> None:
         """Send a frame whose descriptors must travel with its own first byte, so nothing may be queued before it."""
-        while self._unsent:
-            self._wait(1.0)
+        if self._unsent:
+            self._wait(_FLUSH_S)
+        if self._unsent:
+            raise Overloaded(f"{len(self._unsent)} bytes to the daemon are unsent")
         try:
             sent = socket.send_fds(self._socket, [frame], list(fds))
+        except BlockingIOError as error:
+            raise Overloaded(f"the daemon does not read: {error}") from error
         except OSError as error:
             raise self._lost(str(error)) from error
         self._unsent += frame[sent:]

@@ -29,7 +29,7 @@ from kvist.units import KIB
 
 _SEALS_NEEDED: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _PIECE_NBYTES: Final = 192 * KIB
-"""Source and target fit into a usual L2 cache together; from 100 kB on xxhash lets go of the interpreter lock."""
+"""Source and target fit into a usual L2 cache together; large enough for xxhash to let go of the interpreter lock."""
 _DIGEST_NBYTES: Final = 8
 
 _Result = TypeVar("_Result")

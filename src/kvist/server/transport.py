@@ -162,6 +162,8 @@ class _Connection:
                 self._fds += array.array("i", data[: len(data) & ~3])
         if not nbytes:
             return self.close("end of stream")
+        if len(self._fds) > 2 * FDS_MAX:
+            return self.close(f"{len(self._fds)} descriptors that no frame owns")
         if flags & socket.MSG_CTRUNC:
             return self.close("descriptors were lost")
         try:
@@ -208,7 +210,9 @@ class _Connection:
             )
             return self._refuse_and_close(request.id, "version_mismatch", error)
         if max(len(request.engine_id), len(request.name)) > wire.NAME_CHARS_MAX or not request.engine_id:
-            raise ProtocolError(f"engine_id and name have 1 to {wire.NAME_CHARS_MAX} characters")
+            raise ProtocolError(
+                f"engine_id and name have at most {wire.NAME_CHARS_MAX} characters, engine_id at least 1"
+            )
         self._session = self._transport.service.open_session(self._peer, request, self.send)
         return self.send(
             wire.Welcome(

@@ -1,13 +1,15 @@
 """``KvistConnector``: vLLM's calls, each handed to one side of ours, none of which may harm the engine.
 
-The laws: no exception leaves this class; the first of each place is logged, and from a place that fails the engine gets
-what it would get without a cache. A method that only some vLLM versions call is here for all of them.
+The laws: what can fail is guarded: its first exception in each place is logged, and the engine gets what it would get
+without a cache. What is not guarded only hands values on. Every load that the engine was promised is reported, whatever
+fails on the way. A method that only some vLLM versions call is here for all of them.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
@@ -21,10 +23,10 @@ from kvist.adapters.vllm.scheduler import EngineFacts, SchedulerSide
 from kvist.adapters.vllm.sharing import share_storages
 from kvist.adapters.vllm.worker import Results, WorkerSide, registration
 from kvist.client.client import Client
-from kvist.errors import ConfigError, KeyInvalid, KvistError, LayoutError
+from kvist.errors import ConfigError, KeyInvalid, KvistError, LayoutError, Refused
 from kvist.wire import messages as wire
 
-logger = logging.getLogger("vllm.kvist")  # Below vLLM's own logger, which has a handler where ours may have none.
+logger = logging.getLogger(__name__)
 
 FLAG: Final = (
     '--kv-transfer-config \'{"kv_connector":"KvistConnector","kv_connector_module_path":"kvist.adapters.vllm",'
@@ -63,7 +65,8 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._undone: dict[str, tuple[int, ...]] = {}
         self._meta: KvistMetadata | None = None
         self._failed_blocks: set[int] = set()
-        self._is_disabled = False
+        self._refusal = ""
+        """Why this engine has no cache; empty if it has one."""
         self._config = vllm_config
         self._cache_config = kv_cache_config
         self._options = Options()
@@ -72,6 +75,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(None)
     def _start(self, role: Any) -> None:
         """Set this side up; with anything wrong, the engine runs without a cache and the log says why."""
+        _join_logging()
         transfer = self._config.kv_transfer_config
         try:
             self._options = parse_options(transfer.kv_connector_extra_config)
@@ -84,7 +88,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = self._make_scheduler(block_tokens)
         except (ConfigError, KeyInvalid, LayoutError) as error:
-            self._disable(error)
+            self._disable(str(error))
             return
         if role == KVConnectorRole.SCHEDULER and getattr(transfer, "kv_load_failure_policy", "fail") == "fail":
             logger.warning(
@@ -111,10 +115,11 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             registrar=registrar,
         )  # fmt: skip
 
-    def _disable(self, error: KvistError) -> None:
-        self._scheduler = None
-        self._is_disabled = True
-        logger.error("kvist: this engine runs WITHOUT a cache: %s", error)
+    def _disable(self, reason: str) -> None:
+        """Serve nothing any more. What was promised before is still reported, as failed."""
+        if not self._refusal:
+            self._refusal = reason
+            logger.error("kvist: this engine runs WITHOUT a cache: %s", reason)
 
     def _note_fault(self, place: str) -> None:
         if place not in self._faults:
@@ -125,14 +130,14 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._is_disabled or self._worker is None:
+        if self._refusal or self._worker is None:
             return
         try:
             group, storages = layout.describe(kv_caches, self._cache_config)
             nbytes = [storage.nbytes() for storage in storages]
             fds = share_storages(storages)
         except LayoutError as error:
-            self._disable(error)
+            self._disable(str(error))
             return
         parallel = self._config.parallel_config
 
@@ -147,6 +152,8 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker.connect(client)
         try:
             registered = client.register(_REGISTRATION_S)
+        except Refused as error:
+            self._disable(str(error))
         except KvistError as error:
             logger.warning("kvist: %s; will try again when there is something to keep", error)
         else:
@@ -197,8 +204,8 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(None)
     def build_connector_worker_meta(self) -> KvistWorkerMetadata | None:
-        settled = self._worker.take_settled() if self._worker is not None else None
-        return KvistWorkerMetadata(settled) if settled else None
+        settled = self._worker.take_settled() if self._worker is not None else Counter()
+        return KvistWorkerMetadata(settled, self._refusal) if settled or self._refusal else None
 
     # ── scheduler ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -209,7 +216,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(None)
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler is not None:
+        if self._scheduler is not None and not self._refusal:
             self._scheduler.begin(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -218,7 +225,9 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(0)
     def _count_hit(self, request: Any, num_computed_tokens: int) -> int | None:
-        return self._scheduler.count_hit(request, num_computed_tokens) if self._scheduler is not None else 0
+        if self._scheduler is None or self._refusal:
+            return 0
+        return self._scheduler.count_hit(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if not self._allocated(request, blocks, num_external_tokens) and num_external_tokens > 0:
@@ -238,12 +247,17 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded([])
     def _begin_stores(self, scheduler_output: Any) -> list[StoreJob]:
-        return self._scheduler.begin_stores(scheduler_output) if self._scheduler is not None else []
+        if self._scheduler is None or self._refusal:
+            return []
+        return self._scheduler.begin_stores(scheduler_output)
 
     @guarded(None)
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.take_reports(connector_output.kv_connector_worker_meta)
+        metadata = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and isinstance(metadata, KvistWorkerMetadata):
+            self._scheduler.take_reports(metadata.settled)
+            if metadata.refusal:
+                self._disable(f"a worker's memory was refused: {metadata.refusal}")
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._end(request)
@@ -289,3 +303,11 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+def _join_logging() -> None:
+    """Let our log go where vLLM's goes; a library in somebody else's process configures nothing else."""
+    ours, theirs = logging.getLogger("kvist"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.getEffectiveLevel())

@@ -32,6 +32,9 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     Raises:
         LayoutError: names the feature or the group, and the option to change where there is one.
     """
+    device = str(vllm_config.device_config.device_type)
+    if device != "cpu":
+        raise LayoutError(f"KV memory on {device!r} is not served yet; only 'cpu' is")
     groups = kv_cache_config.kv_cache_groups
     kinds = [_spec_names(group.kv_cache_spec) for group in groups]
     if len(groups) != 1:

@@ -49,7 +49,9 @@ class KvistWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Workers → scheduler: how many workers are done with each job, so that nothing touches its blocks any more."""
 
     settled: Counter[int] = field(default_factory=Counter)
+    refusal: str = ""
+    """Why a worker can neither load nor store, ever; empty if it can."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KvistWorkerMetadata)
-        return KvistWorkerMetadata(self.settled + other.settled)
+        return KvistWorkerMetadata(self.settled + other.settled, self.refusal or other.refusal)

@@ -26,7 +26,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 0 or self.deadline_s <= 0:
-            raise ConfigError(f"chunk_tokens and deadline_s must be positive: {self}")
+            raise ConfigError(f"chunk_tokens must not be negative, and deadline_s must be positive: {self}")
 
     @property
     def socket_path(self) -> str:

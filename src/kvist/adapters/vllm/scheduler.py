@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvist.adapters.vllm import layout
-from kvist.adapters.vllm.metadata import KvistWorkerMetadata, LoadJob, StoreJob
+from kvist.adapters.vllm.metadata import LoadJob, StoreJob
 from kvist.adapters.vllm.options import Options, parse_request_options
 from kvist.adapters.vllm.tracking import Lookup, Tracked
 from kvist.client.client import Client, Pending
@@ -170,11 +170,9 @@ class SchedulerSide:
                     stores.append(store)
         return stores
 
-    def take_reports(self, metadata: Any) -> None:
-        """Let go of the blocks of jobs that all workers are done with."""
-        if not isinstance(metadata, KvistWorkerMetadata):
-            return
-        for number, count in metadata.settled.items():
+    def take_reports(self, settled: Counter[int]) -> None:
+        """Let go of the blocks of jobs that all workers are done with; ``settled`` counts workers by job."""
+        for number, count in settled.items():
             job = self._jobs.get(number)
             if job is None:
                 continue

@@ -53,7 +53,7 @@ def _share(old: Any) -> int:
     moved = list(_tensors_on(old))
     for tensor in moved:
         _point(tensor, new)
-    # Two: the object ``old``, and the reference that the call itself makes.
+    # One user is left if all is well: the object ``old`` itself.
     if (num_left := torch._C._storage_Use_Count(old._cdata)) > 1:  # noqa: SLF001 -- torch has no public count
         for tensor in moved:
             _point(tensor, old)
