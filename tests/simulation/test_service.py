@@ -16,9 +16,10 @@ import pytest
 
 from kvist.index.chunk_index import ChunkState
 from kvist.wire import messages as wire
+from tests.support.engine import packed
 from tests.support.layouts import Laid, Shape, block_outermost, hnd, kv_apart, nhd
 from tests.support.memory import GUARD, stamp
-from tests.support.simulated import LEASE_TTL_S, Sent, SimulatedDaemon, SimulatedEngine, packed
+from tests.support.simulated import LEASE_TTL_S, Sent, SimulatedDaemon, SimulatedEngine
 
 NUM_SLOTS = 12
 CHUNK_TOKENS = 4

@@ -21,6 +21,7 @@ from kvist.server.sessions import Peer, Session
 from kvist.storage.slots import SlotAllocator
 from kvist.transfer.executor import Job
 from kvist.wire import messages as wire
+from tests.support.engine import describe
 from tests.support.layouts import ChunkMap, Laid
 from tests.support.memory import GUARD, SharedMemory
 
@@ -205,19 +206,9 @@ class SimulatedEngine:
 
     def registration(self, request_id: int) -> wire.Register:
         """Return this engine's description of its memory."""
-        group = self.laid.group
-        planes = [
-            wire.PlaneSpec(
-                p.memory, p.offset, p.num_blocks, p.block_stride, p.row_nbytes, p.num_kv, p.kv_stride, p.num_tokens,
-                p.token_stride, p.num_heads, p.head_stride,
-            )
-            for p in group.planes
-        ]  # fmt: skip
-        return wire.Register(
-            request_id, self.shard, self.num_shards, self._chunk_tokens,
-            [wire.MemorySpec("host", memory.nbytes) for memory in self.memory],
-            [wire.GroupSpec(group.kind.value, group.block_tokens, planes, group.null_block)],
-        )  # fmt: skip
+        return describe(
+            self.laid, request_id, chunk_tokens=self._chunk_tokens, shard=self.shard, num_shards=self.num_shards
+        )
 
     def register(self) -> Sent:
         """Hand the memory over."""
@@ -271,8 +262,3 @@ class SimulatedEngine:
     def _receive(self, reply: wire.Reply) -> None:
         assert not self.is_closed
         self.replies.append((self.sent.pop(reply.id), reply))
-
-
-def packed(chunks: Sequence[Sequence[int]]) -> bytes:
-    """Return block ids as they travel."""
-    return np.array([block for blocks in chunks for block in blocks], dtype="<i4").tobytes()

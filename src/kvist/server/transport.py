@@ -162,18 +162,22 @@ class _Connection:
                 self._fds += array.array("i", data[: len(data) & ~3])
         if not nbytes:
             return self.close("end of stream")
-        if len(self._fds) > 2 * FDS_MAX:
-            return self.close(f"{len(self._fds)} descriptors that no frame owns")
         if flags & socket.MSG_CTRUNC:
             return self.close("descriptors were lost")
         try:
-            for frame in self._reader.feed(memoryview(self._transport.scratch)[:nbytes]):
-                self._on_frame(frame.body, frame.num_fds)
-                if self._is_closing:
-                    return None
+            self._take(memoryview(self._transport.scratch)[:nbytes])
         except ProtocolError as error:
             self._refuse_and_close(0, "protocol", error)
         return None
+
+    def _take(self, data: memoryview) -> None:
+        for frame in self._reader.feed(data):
+            self._on_frame(frame.body, frame.num_fds)
+            if self._is_closing:
+                return
+        # Descriptors come with the first byte of their frame: what is left belongs to the one that has begun.
+        if len(self._fds) > (FDS_MAX if self._reader.is_inside_frame else 0):
+            raise ProtocolError(f"{len(self._fds)} descriptors that no frame owns")
 
     def _on_frame(self, body: bytes, num_fds: int) -> None:
         if num_fds > len(self._fds):

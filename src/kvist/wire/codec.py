@@ -94,6 +94,11 @@ class FrameReader:
         self._frame_nbytes_max = frame_nbytes_max
         self._buffer = bytearray()
 
+    @property
+    def is_inside_frame(self) -> bool:
+        """A frame has begun and has not come to its end."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
         """Add received bytes and yield every frame that is complete now.
 

@@ -9,9 +9,10 @@ import pytest
 
 from kvist.model.layout import GroupKind
 from kvist.wire import messages as wire
+from tests.support.engine import packed
 from tests.support.layouts import Shape, hnd, kv_apart, nhd, opaque
 from tests.support.memory import GUARD, stamp
-from tests.support.simulated import LEASE_TTL_S, SimulatedDaemon, SimulatedEngine, packed
+from tests.support.simulated import LEASE_TTL_S, SimulatedDaemon, SimulatedEngine
 
 NUM_SLOTS = 16
 SHAPE = Shape(num_layers=2, num_blocks=32, block_tokens=2, num_heads=1, row_nbytes=8)

@@ -101,6 +101,7 @@ def test_frames_do_not_depend_on_how_the_stream_is_cut(found: list[tuple], data:
         seen += reader.feed(memoryview(stream)[start:end])
         num_whole = sum(sum(map(len, frames[: count + 1])) <= end for count in range(len(frames)))
         assert len(seen) == num_whole
+        assert reader.is_inside_frame is (end != sum(map(len, frames[:num_whole])))
     assert seen == [Frame(frame[8:], num_fds) for frame, (_, num_fds) in zip(frames, found, strict=True)]
 
 

@@ -1,0 +1,148 @@
+"""A fake engine: KV memory in a sealed memfd, a client, and prompts whose chunks carry their own stamps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvist.client.client import Client, Pending
+from kvist.model.keys import Namespace, as_tokens, chain_digests, root_digest, split_digests
+from kvist.wire import messages as wire
+from tests.support.layouts import ChunkMap, Laid, Shape, nhd
+from tests.support.memory import GUARD, SharedMemory, stamp
+
+NAMESPACE = Namespace("model", "revision", "bfloat16", "layout", "tp1", chunk_tokens=8)
+SMALL = nhd(Shape(num_layers=2, num_blocks=64, block_tokens=4, num_heads=2, row_nbytes=64))
+"""Chunks of two blocks and 4096 bytes; room for 32 of them."""
+
+
+def describe(laid: Laid, request_id: int, *, chunk_tokens: int, shard: int = 0, num_shards: int = 1) -> wire.Register:
+    """Return a layout as it travels."""
+    group = laid.group
+    planes = [
+        wire.PlaneSpec(
+            p.memory, p.offset, p.num_blocks, p.block_stride, p.row_nbytes, p.num_kv, p.kv_stride, p.num_tokens,
+            p.token_stride, p.num_heads, p.head_stride,
+        )
+        for p in group.planes
+    ]  # fmt: skip
+    return wire.Register(
+        request_id, shard, num_shards, chunk_tokens,
+        [wire.MemorySpec("host", nbytes) for nbytes in laid.memory_nbytes],
+        [wire.GroupSpec(group.kind.value, group.block_tokens, planes, group.null_block)],
+    )  # fmt: skip
+
+
+def packed(chunks: Sequence[Sequence[int]]) -> bytes:
+    """Return block ids as they travel."""
+    return np.array([block for blocks in chunks for block in blocks], dtype="<i4").tobytes()
+
+
+class FakeEngine:
+    """One engine process's end of a session. Blocks are ``GUARD`` unless a request has them."""
+
+    def __init__(
+        self, path: str, *, laid: Laid = SMALL, namespace: Namespace = NAMESPACE, engine_id: str = "engine",
+        name: str = "kvist-engine", deadline_s: float = 30.0,
+    ) -> None:  # fmt: skip
+        self.laid = laid
+        self.namespace = namespace
+        self.chunk_tokens = namespace.chunk_tokens
+        self.blocks_per_chunk = self.chunk_tokens // laid.group.block_tokens
+        self.map = ChunkMap(laid, self.blocks_per_chunk)
+        self.memory = [SharedMemory(nbytes, name=name) for nbytes in laid.memory_nbytes]
+        self.free_blocks = list(range(laid.group.num_blocks))
+        for memory in self.memory:
+            memory.bytes[:] = GUARD
+        self.client = Client(path, engine_id=engine_id, name=name, deadline_s=deadline_s, registrar=self._registration)
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.client.close()
+        for memory in self.memory:
+            memory.close()
+
+    def digests(self, prompt: Sequence[int]) -> list[bytes]:
+        """Return the digests of a prompt's whole chunks."""
+        root = root_digest(self.namespace)
+        return [bytes(one) for one in split_digests(chain_digests(root, as_tokens(prompt), self.chunk_tokens))]
+
+    def content(self, digest: bytes) -> bytes:
+        """Return what the chunk of this name must hold."""
+        return stamp(digest, self.map.nbytes)
+
+    def submit_store(self, prompt: Sequence[int], *, first: int = 0) -> tuple[Pending, list[list[int]]]:
+        """Write a prompt's chunks from ``first`` on into blocks, and ask for them to be kept."""
+        digests = self.digests(prompt)
+        wanted = digests[first:]
+        chunks = self.take_chunks(len(wanted))
+        for blocks, digest in zip(chunks, wanted, strict=True):
+            self.map.write(self.arrays, blocks, self.content(digest))
+        parent = digests[first - 1] if first else b""
+        pending = self.client.submit(lambda number: wire.Store(number, b"".join(wanted), parent, packed(chunks)))
+        return pending, chunks
+
+    def store(self, prompt: Sequence[int], *, first: int = 0) -> wire.StoreReply:
+        """Have a prompt's chunks kept, and overwrite their blocks as soon as it is answered."""
+        pending, chunks = self.submit_store(prompt, first=first)
+        self.client.wait(pending)
+        self.give_back(chunks)
+        assert isinstance(pending.reply, wire.StoreReply), pending
+        return pending.reply
+
+    def look_up(self, prompt: Sequence[int]) -> wire.LookupReply:
+        reply = self.client.call(lambda number: wire.Lookup(number, b"".join(self.digests(prompt))))
+        assert isinstance(reply, wire.LookupReply)
+        return reply
+
+    def num_found(self, prompt: Sequence[int]) -> int:
+        """Return how many chunks of a prompt are there; nothing stays held."""
+        found = self.look_up(prompt)
+        self.release(found.lease)
+        return found.num_chunks
+
+    def release(self, lease: bytes) -> None:
+        assert isinstance(self.client.call(lambda number: wire.Release(number, lease)), wire.Released)
+
+    def load(self, prompt: Sequence[int], found: wire.LookupReply, *, first: int = 0) -> list[int]:
+        """Load what a lookup found, from chunk ``first`` on; return which chunks of the prompt failed.
+
+        Every other chunk has been compared, byte by byte, with what its name says.
+        """
+        chunks = self.take_chunks(found.num_chunks - first)
+        reply = self.client.call(lambda number: wire.Retrieve(number, found.lease, first, packed(chunks)))
+        assert isinstance(reply, wire.RetrieveReply)
+        assert reply.num_chunks == len(chunks)
+        for number, (blocks, digest) in enumerate(zip(chunks, self.digests(prompt)[first:], strict=False)):
+            is_right = self.map.read(self.arrays, blocks) == self.content(digest)
+            assert is_right is (number not in reply.failed), f"chunk {first + number} of {prompt}"
+        self.give_back(chunks)
+        return [first + number for number in reply.failed]
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [memory.bytes for memory in self.memory]
+
+    def is_untouched(self) -> bool:
+        """Say whether every byte is ``GUARD``: so it must be when no request has any block."""
+        return all((array == GUARD).all() for array in self.arrays)
+
+    def take_chunks(self, num: int) -> list[list[int]]:
+        """Take blocks for ``num`` chunks."""
+        return [[self.free_blocks.pop() for _ in range(self.blocks_per_chunk)] for _ in range(num)]
+
+    def give_back(self, chunks: Sequence[Sequence[int]]) -> None:
+        """Fill blocks with ``GUARD`` and call them free."""
+        for blocks in chunks:
+            self.map.write(self.arrays, blocks, bytes([GUARD]) * self.map.nbytes)
+            self.free_blocks[:0] = blocks
+
+    def _registration(self, request_id: int) -> tuple[wire.Register, list[int]]:
+        message = describe(self.laid, request_id, chunk_tokens=self.chunk_tokens)
+        return message, [memory.fd for memory in self.memory]
