@@ -26,8 +26,10 @@ def command(*arguments: str) -> list[str]:
 class Daemon:
     """``kvist serve`` on a socket below ``folder``. Stop it, or leave it as a context."""
 
-    def __init__(self, folder: Path, *, pool: str = "16MiB", arguments: Sequence[str] = ()) -> None:
-        self.path = str(folder / "kvist.sock")
+    def __init__(
+        self, folder: Path, *, pool: str = "16MiB", socket: str = "kvist.sock", arguments: Sequence[str] = ()
+    ) -> None:
+        self.path = str(folder / socket)
         self.log = folder / "daemon.log"
         self._arguments = ["serve", "--pool", pool, "--socket", self.path, *arguments]
         self._observer = Client(self.path, engine_id="observer", name="test", deadline_s=START_S)

@@ -44,16 +44,16 @@ class FakeEngine:
 
     def __init__(
         self, path: str, *, laid: Laid = SMALL, namespace: Namespace = NAMESPACE, engine_id: str = "engine",
-        name: str = "kvist-engine", deadline_s: float = 30.0,
+        name: str = "kvist-engine", deadline_s: float = 30.0, is_guarded: bool = True,
     ) -> None:  # fmt: skip
         self.laid = laid
         self.namespace = namespace
         self.chunk_tokens = namespace.chunk_tokens
         self.blocks_per_chunk = self.chunk_tokens // laid.group.block_tokens
-        self.map = ChunkMap(laid, self.blocks_per_chunk)
+        self._map: ChunkMap | None = None
         self.memory = [SharedMemory(nbytes, name=name) for nbytes in laid.memory_nbytes]
         self.free_blocks = list(range(laid.group.num_blocks))
-        for memory in self.memory:
+        for memory in self.memory if is_guarded else []:
             memory.bytes[:] = GUARD
         self.client = Client(path, engine_id=engine_id, name=name, deadline_s=deadline_s, registrar=self._registration)
 
@@ -67,6 +67,13 @@ class FakeEngine:
         self.client.close()
         for memory in self.memory:
             memory.close()
+
+    @property
+    def map(self) -> ChunkMap:
+        """Where a chunk's bytes lie; worked out when it is first asked for."""
+        if self._map is None:
+            self._map = ChunkMap(self.laid, self.blocks_per_chunk)
+        return self._map
 
     def digests(self, prompt: Sequence[int]) -> list[bytes]:
         """Return the digests of a prompt's whole chunks."""
