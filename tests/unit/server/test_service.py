@@ -1,101 +1,29 @@
-"""Each request gets one answer, which is true when it is given; a refusal names what was wrong and changes nothing."""
-
-import hashlib
-from collections.abc import Iterator
-from dataclasses import replace
+"""Each request gets one answer, which is true when it is given, whatever goes on meanwhile."""
 
 import msgspec
 import pytest
 
-from kvist.model.layout import GroupKind
 from kvist.wire import messages as wire
 from tests.support.engine import packed
-from tests.support.layouts import Shape, hnd, kv_apart, nhd, opaque
-from tests.support.memory import GUARD, stamp
+from tests.support.layouts import hnd, kv_apart
+from tests.support.memory import GUARD
+from tests.support.named import (
+    CHUNK_TOKENS,
+    LAID,
+    NUM_SLOTS,
+    answer,
+    connect,
+    content,
+    digests,
+    loaded,
+    look_up,
+    num_found,
+    refusal,
+    send_retrieve,
+    send_store,
+    store,
+)
 from tests.support.simulated import LEASE_TTL_S, SimulatedDaemon, SimulatedEngine
-
-NUM_SLOTS = 16
-SHAPE = Shape(num_layers=2, num_blocks=32, block_tokens=2, num_heads=1, row_nbytes=8)
-CHUNK_TOKENS = 4
-LAID = nhd(SHAPE)
-
-
-@pytest.fixture
-def daemon() -> Iterator[SimulatedDaemon]:
-    daemon = SimulatedDaemon(NUM_SLOTS, queue_max=8, requests_max=4)
-    yield daemon
-    daemon.close()
-
-
-def connect(daemon: SimulatedDaemon, lay=nhd, **more) -> SimulatedEngine:
-    """Return an engine whose memory is registered."""
-    engine = SimulatedEngine(daemon, lay(SHAPE), chunk_tokens=CHUNK_TOKENS, **more)
-    assert isinstance(answer(engine, engine.register()), wire.Registered)
-    return engine
-
-
-@pytest.fixture
-def engine(daemon: SimulatedDaemon) -> SimulatedEngine:
-    return connect(daemon)
-
-
-def answer(engine: SimulatedEngine, sent) -> wire.Reply:
-    engine.daemon.settle()
-    return next(reply for answered, reply in engine.replies if answered is sent)
-
-
-def digests(*names: str) -> bytes:
-    return b"".join(hashlib.sha256(name.encode()).digest()[:16] for name in names)
-
-
-def content(engine: SimulatedEngine, name: str) -> bytes:
-    return stamp(name.encode() + bytes([engine.shard]), engine.map.nbytes)
-
-
-def send_store(engine: SimulatedEngine, *names: str, parent: str = ""):
-    """Send a store of stamped chunks, and free their blocks when it is answered."""
-    chunks = engine.take_chunks(len(names))
-    for blocks, name in zip(chunks, names, strict=True):
-        engine.map.write(engine.arrays, blocks, content(engine, name))
-    above = digests(parent) if parent else b""
-    return engine.send(lambda number: wire.Store(number, digests(*names), above, packed(chunks)), chunks)
-
-
-def store(engine: SimulatedEngine, *names: str, parent: str = "") -> wire.StoreReply:
-    sent = send_store(engine, *names, parent=parent)
-    reply = answer(engine, sent)
-    engine.give_back(sent.chunks)
-    assert isinstance(reply, wire.StoreReply)
-    return reply
-
-
-def look_up(engine: SimulatedEngine, *names: str, num_shards: int = 1) -> wire.LookupReply:
-    reply = engine.call(lambda number: wire.Lookup(number, digests(*names), num_shards=num_shards))
-    assert isinstance(reply, wire.LookupReply)
-    return reply
-
-
-def num_found(engine: SimulatedEngine, *names: str) -> int:
-    """Return how many chunks a lookup finds, and give the lease back."""
-    reply = look_up(engine, *names)
-    engine.call(lambda number: wire.Release(number, reply.lease))
-    return reply.num_chunks
-
-
-def send_retrieve(engine: SimulatedEngine, lease: bytes, num: int, *, first: int = 0, **more):
-    chunks = engine.take_chunks(num)
-    return engine.send(lambda number: wire.Retrieve(number, lease, first, packed(chunks), **more), chunks)
-
-
-def loaded(engine: SimulatedEngine, sent) -> list[bytes]:
-    """Return what lies in the blocks of a retrieve."""
-    return [engine.map.read(engine.arrays, blocks) for blocks in sent.chunks]
-
-
-def refusal(engine: SimulatedEngine, sent) -> tuple[str, str]:
-    reply = answer(engine, sent)
-    assert isinstance(reply, wire.Error)
-    return reply.code, reply.detail
 
 
 def test_what_was_stored_is_found_and_comes_back(engine: SimulatedEngine):
@@ -348,181 +276,6 @@ def test_a_draining_daemon_takes_no_new_work(daemon: SimulatedDaemon, engine: Si
     assert isinstance(answer(engine, running), wire.StoreReply)
     assert isinstance(engine.call(lambda number: wire.Release(number, found.lease)), wire.Released)
     assert daemon.status().num_leases == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "code", "named"),
-    [
-        ({"chunk_tokens": 5}, "layout_refused", "chunk_tokens 5 is no multiple of the engine's block of 2 tokens"),
-        ({"chunk_tokens": -4}, "layout_refused", "chunk_tokens -4"),
-        ({"chunk_tokens": 0}, "layout_refused", "chunk_tokens 0"),
-        ({"chunk_tokens": 4096}, "layout_refused", "use a pool of at least"),
-        ({"shard": 2, "num_shards": 2}, "malformed", "shard 2 of 2"),
-        ({"shard": -1}, "malformed", "shard -1 of 1"),
-        ({"shard": 70_000, "num_shards": 100_000}, "malformed", "70000 of 100000"),
-        ({"memory": []}, "layout_refused", "0 allocations"),
-        ({"groups": []}, "layout_refused", "0 groups"),
-        ({"memory": [wire.MemorySpec("host", 0)]}, "layout_refused", "0 bytes"),
-        ({"memory": [wire.MemorySpec("abacus", LAID.memory_nbytes[0])] * 2}, "layout_refused", "abacus"),
-        ({"memory": [wire.MemorySpec("host", 2**63)] * 2}, "layout_refused", str(2**63)),
-        ({"memory": [wire.MemorySpec("host", LAID.memory_nbytes[0] - 1)] * 2}, "layout_refused", "ends at byte"),
-        ({"memory": [wire.MemorySpec("host", LAID.memory_nbytes[0] + 1)] * 2}, "layout_refused", "declared with"),
-        ({"memory": [wire.MemorySpec("host", LAID.memory_nbytes[0])] * 3}, "malformed", "3 allocations and 2 file"),
-    ],
-    ids=str,
-)
-def test_a_registration_that_cannot_be_is_refused(daemon: SimulatedDaemon, change: dict, code: str, named: str):
-    """A registration whose numbers do not fit is refused with them, maps nothing, and can be sent again, corrected."""
-    engine = SimulatedEngine(daemon, LAID, chunk_tokens=CHUNK_TOKENS)
-    fds = [memory.fd for memory in engine.memory]
-    sent = engine.send(lambda number: msgspec.structs.replace(engine.registration(number), **change), fds=fds)
-    found, detail = refusal(engine, sent)
-    assert (found, named in detail) == (code, True), detail
-    assert not daemon.device.open
-    assert isinstance(answer(engine, engine.register()), wire.Registered)
-
-
-@pytest.mark.parametrize("kind", [kind.value for kind in GroupKind if kind is not GroupKind.FULL] + ["sparse"])
-def test_a_group_that_is_not_served_is_refused_by_name(daemon: SimulatedDaemon, kind: str):
-    """Known kinds that are not served and unknown ones are both named."""
-    engine = SimulatedEngine(daemon, LAID, chunk_tokens=CHUNK_TOKENS)
-
-    def build(number: int) -> wire.Register:
-        right = engine.registration(number)
-        return msgspec.structs.replace(right, groups=[msgspec.structs.replace(right.groups[0], kind=kind)])
-
-    sent = engine.send(build, fds=[memory.fd for memory in engine.memory])
-    code, detail = refusal(engine, sent)
-    assert (code, f"'{kind}'" in detail) == ("layout_refused", True)
-
-
-def test_two_groups_are_refused_with_their_number(daemon: SimulatedDaemon):
-    """Models with several groups are refused as such, not served in part."""
-    engine = SimulatedEngine(daemon, LAID, chunk_tokens=CHUNK_TOKENS)
-
-    def build(number: int) -> wire.Register:
-        right = engine.registration(number)
-        return msgspec.structs.replace(right, groups=right.groups * 2)
-
-    sent = engine.send(build, fds=[memory.fd for memory in engine.memory])
-    assert refusal(engine, sent) == ("layout_refused", "2 layer groups; only models with one are served")
-
-
-def test_a_chunk_of_crumbs_is_refused(daemon: SimulatedDaemon):
-    """A chunk of more rows than can be planned is refused with their number, before anything is planned."""
-    pool = SimulatedDaemon(1 << 14)
-    rows = (1 << 22) + 1
-    plane = wire.PlaneSpec(0, 0, 1, 0, 1, num_heads=rows, head_stride=1)
-    engine = SimulatedEngine(pool, opaque(replace(SHAPE, num_blocks=2)), chunk_tokens=CHUNK_TOKENS)
-
-    def build(number: int) -> wire.Register:
-        memory = [wire.MemorySpec("host", rows)]
-        return wire.Register(number, 0, 1, 2, memory, [wire.GroupSpec("full", 2, [plane])])
-
-    code, detail = refusal(engine, engine.send(build, fds=[engine.memory[0].fd]))
-    assert (code, detail) == ("layout_refused", f"a chunk of {rows} rows is over the limit of {rows - 1}")
-    pool.close()
-
-
-def test_registering_twice_is_refused(engine: SimulatedEngine):
-    """A session registers once; the second time is refused, also while the first is on its way."""
-    code, detail = refusal(engine, engine.register())
-    assert (code, "has registered" in detail) == ("already_registered", True)
-    late = SimulatedEngine(engine.daemon, LAID, chunk_tokens=CHUNK_TOKENS)
-    first, second = late.register(), late.register()
-    assert refusal(late, second)[0] == "already_registered"
-    assert isinstance(answer(late, first), wire.Registered)
-
-
-NO = b"\0" * 16
-
-
-@pytest.mark.parametrize(
-    ("build", "code", "named"),
-    [
-        (lambda n: wire.Lookup(n, b"x" * 17), "malformed", "17 bytes"),
-        (lambda n: wire.Lookup(n, NO * (wire.CHUNKS_MAX + 1)), "malformed", f"{wire.CHUNKS_MAX + 1} digests"),
-        (lambda n: wire.Lookup(n, NO, num_shards=0), "malformed", "0 shards"),
-        (lambda n: wire.Lookup(n, NO, num_groups=-1), "malformed", "-1 groups"),
-        (lambda n: wire.Lookup(n, NO, num_shards=2**62, num_groups=2), "malformed", str(2**62)),
-        (lambda n: wire.Lookup(n, NO * wire.CHUNKS_MAX, num_shards=4096), "malformed", "4096 shards"),
-        (lambda n: wire.Store(n, NO, b"x", packed([[0, 1]])), "malformed", "1 bytes"),
-        (lambda n: wire.Store(n, NO, NO * 2, packed([[0, 1]])), "malformed", "2 digests as one parent"),
-        (lambda n: wire.Store(n, NO, b"", packed([[0]])), "invalid_blocks", "1 block ids for 1 chunks of 2"),
-        (lambda n: wire.Store(n, NO, b"", packed([[0, 32]])), "invalid_blocks", "block id 32"),
-        (lambda n: wire.Store(n, NO, b"", packed([[0, -1]])), "invalid_blocks", "block id -1"),
-        (lambda n: wire.Store(n, NO, b"", packed([[3, 3]])), "invalid_blocks", "block id 3 appears 2 times"),
-        (
-            lambda n: wire.Store(n, NO, b"", bytes(4 * (wire.BLOCKS_MAX + 1))),
-            "invalid_blocks",
-            f"{wire.BLOCKS_MAX + 1} block ids are over the limit",
-        ),
-        (lambda n: wire.Retrieve(n, b"nobody", 0, packed([[0, 1]])), "unknown_lease", b"nobody".hex()),
-        (lambda n: wire.Hello(n, "kvist", 1, "x"), "malformed", "hello"),
-    ],
-    ids=lambda value: "" if callable(value) else value,
-)
-def test_a_request_that_cannot_be_is_refused(engine: SimulatedEngine, build, code: str, named: str):
-    """A request with a wrong value is refused with that value, and the session goes on."""
-    found, detail = refusal(engine, engine.send(build))
-    assert (found, named in detail) == (code, True), detail
-    assert store(engine, "a1").num_stored == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "code", "named"),
-    [
-        ({"first_chunk": -1}, "invalid_blocks", "chunks [-1, 1) of a lease on 3 chunks"),
-        ({"first_chunk": 2}, "invalid_blocks", "chunks [2, 4) of a lease on 3 chunks"),
-        ({"first_chunk": 2**62}, "invalid_blocks", str(2**62)),
-        ({"block_ids": b""}, "invalid_blocks", "chunks [0, 0)"),
-        ({"block_ids": packed([[0, 1], [2]])}, "invalid_blocks", "3 block ids"),
-        ({"block_ids": packed([[0, 1], [2, 99]])}, "invalid_blocks", "block id 99"),
-        ({"num_skipped_blocks": 2}, "invalid_blocks", "2 blocks to skip in a chunk of 2"),
-        ({"num_skipped_blocks": -1}, "invalid_blocks", "-1 blocks to skip"),
-        ({"deadline_ms": -1}, "malformed", "-1 ms"),
-        ({"lease": b"\1"}, "unknown_lease", "01"),
-    ],
-    ids=str,
-)
-def test_a_retrieve_that_cannot_be_is_refused(engine: SimulatedEngine, change: dict, code: str, named: str):
-    """A retrieve with a wrong value is refused with that value; its lease can still be claimed."""
-    store(engine, "a1", "a2", "a3")
-    lease = look_up(engine, "a1", "a2", "a3").lease
-    right = wire.Retrieve(0, lease, 0, packed([[0, 1], [2, 3]]))
-    found, detail = refusal(engine, engine.send(lambda n: msgspec.structs.replace(right, id=n, **change)))
-    assert (found, named in detail) == (code, True), detail
-    assert all((array == GUARD).all() for array in engine.arrays)
-    assert isinstance(engine.call(lambda n: msgspec.structs.replace(right, id=n)), wire.RetrieveReply)
-
-
-def test_a_null_block_is_refused(daemon: SimulatedDaemon):
-    """The engine's null block is neither read nor written."""
-    laid = replace(LAID, group=replace(LAID.group, null_block=0))
-    engine = SimulatedEngine(daemon, laid, chunk_tokens=CHUNK_TOKENS)
-    assert isinstance(answer(engine, engine.register()), wire.Registered)
-    sent = engine.send(lambda number: wire.Store(number, NO, b"", packed([[1, 0]])))
-    assert refusal(engine, sent) == ("invalid_blocks", "block id 0 is the engine's null block")
-
-
-def test_chunks_of_another_size_are_not_loaded(daemon: SimulatedDaemon, engine: SimulatedEngine):
-    """An engine that finds a chunk under its key whose size is not its own is told so, and nothing is written."""
-    store(engine, "a1")
-    other = SimulatedEngine(daemon, LAID, engine_id="y", chunk_tokens=2 * CHUNK_TOKENS)
-    assert isinstance(answer(other, other.register()), wire.Registered)
-    code, detail = refusal(other, send_retrieve(other, look_up(other, "a1").lease, 1))
-    assert (code, str(other.map.nbytes) in detail) == ("layout_refused", True)
-
-
-def test_nothing_is_copied_before_registering(daemon: SimulatedDaemon):
-    """A session without memory may look up and release, and is told that it cannot store or load."""
-    engine = SimulatedEngine(daemon, LAID, chunk_tokens=CHUNK_TOKENS)
-    assert look_up(engine, "a1").num_chunks == 0
-    for build in (
-        lambda number: wire.Store(number, NO, b"", packed([[0, 1]])),
-        lambda number: wire.Retrieve(number, NO, 0, packed([[0, 1]])),
-    ):
-        assert refusal(engine, engine.send(build))[0] == "not_registered"
 
 
 def test_counters_tell_what_happened(daemon: SimulatedDaemon, engine: SimulatedEngine):
