@@ -27,7 +27,7 @@ def ask_each(engine: Any, prompts: list[list[int]]) -> tuple[list[list[int]], li
 def test_tokens_and_bytes_survive_the_engine(
     model: str, count: int, longest: int, daemon: Daemon, start_engine: StartEngine
 ) -> None:
-    """Loaded blocks equal stored blocks byte for byte, and tokens those of an engine without kvist, in a new process."""
+    """Loaded blocks equal stored ones byte for byte, and tokens those of an engine without kvist, in a new process."""
     prompts = make_prompts(count, longest=longest, seed=count)
     kv_mib = 512 if model == "smollm2" else 256
     alone = start_engine(model, None, kv_mib=kv_mib)

@@ -59,7 +59,8 @@ class EngineProcess:
         is_one_process: bool = True, start_s: float = 240.0, environment: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
         variables = {
-            **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(_HERE),
+            **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr", "PYTHONPATH": str(_HERE),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if is_one_process else "1", **(environment or {}),
         }  # fmt: skip
         self.log = log

@@ -160,6 +160,7 @@ class SchedulerSide:
 
     def begin_stores(self, scheduler_output: Any) -> list[StoreJob]:
         """Return the stores of the chunks that this step completes."""
+        self._client.poll()
         self._settle_abandoned()
         stores: list[StoreJob] = []
         for request_id, num_computed_tokens in self._take_steps(scheduler_output):
