@@ -201,6 +201,18 @@ def test_a_late_daemon_gets_nothing_new(daemon: Daemon, client: Client, clock: C
     assert daemon.read_kinds(wire.Ping) == [wire.Ping(new.id)]
 
 
+def test_an_answer_that_nobody_read_is_an_answer(daemon: Daemon, client: Client, clock: Clock):
+    """However long a client does not look, a daemon that has answered is not late."""
+    client.submit(wire.Ping)
+    daemon.welcome(client)
+    old = client.submit(wire.Ping)
+    daemon.read_kinds(wire.Ping)
+    daemon.send(wire.Pong(old.id))
+    clock.now += 100 * client.deadline_s
+    new = client.submit(wire.Ping)
+    assert (is_lost(new), old.is_over) == (False, True)
+
+
 def test_a_call_waits_as_long_as_it_is_told(daemon: Daemon, path: Path):
     """Without an answer a call ends at its deadline, not before and not much later; its request stays open."""
     client = Client(str(path), engine_id="x", name="test", deadline_s=30)
