@@ -116,7 +116,8 @@ class Client:
 
     def submit(self, build: Build) -> Pending:
         """Send a request and return at once; lost at once if there is no daemon, or it is late."""
-        self.poll()  # An answer that nobody has read yet must not make the daemon look late.
+        if self.is_late:
+            self.poll()  # An answer that nobody has read yet must not make the daemon look late.
         if self._link is None:
             self._connect()
         if self._link is None or self._link.fault or self.is_late:
