@@ -2,8 +2,10 @@
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -122,6 +124,21 @@ def registering(path: Path, fds: list[int], **more) -> Client:
     )  # fmt: skip
 
 
+@contextmanager
+def answering(daemon: Daemon, build: Callable[[wire.Request], wire.Reply]) -> Iterator[None]:
+    """Answer the next request while this thread waits for the answer."""
+
+    def answer() -> None:
+        (request,) = daemon.read()
+        daemon.send(build(request))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 def is_lost(pending: Pending) -> bool:
     assert pending.is_over is (pending.is_lost or pending.reply is not None)
     return pending.is_lost
@@ -229,10 +246,11 @@ def test_refusals_come_back_as_their_class(daemon: Daemon, client: Client, code:
     """Each code is raised as the class that it names, with the daemon's text; one that nobody knows as a refusal."""
     client.submit(wire.Ping)
     daemon.welcome(client)
-    daemon.send(wire.Error(3, code, "because"))
-    with pytest.raises(REFUSALS.get(code, Refused), match="because") as refused:
+    expected = REFUSALS.get(code, Refused)
+    answer = answering(daemon, lambda ping: wire.Error(ping.id, code, "because"))
+    with answer, pytest.raises(expected, match="because") as refused:
         client.call(wire.Ping, deadline_s=5)
-    assert type(refused.value) is REFUSALS.get(code, Refused)
+    assert type(refused.value) is expected
     assert client.is_connected
 
 
@@ -304,18 +322,13 @@ def test_a_registration_goes_with_every_connection(daemon: Daemon, path: Path, c
         daemon.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS), wire.Registered(register.id, 640))
         client.poll(5)
         assert client.registration == wire.Registered(register.id, 640)
-        answer_ahead(daemon, client)
-        assert client.register(5) == wire.Registered(register.id, 640)
+        with answering(daemon, lambda ping: wire.Pong(ping.id)):
+            assert client.register(5) == wire.Registered(register.id, 640)
         daemon.socket.close()
         client.poll(5)
         clock.now += RETRY_S
     assert len(daemon.fds) == 2
     os.close(fd)
-
-
-def answer_ahead(daemon: Daemon, client: Client) -> None:
-    """Answer the ping with which the next ``register`` begins: the answer is there when the ping is sent."""
-    daemon.send(wire.Pong(client._next_id))
 
 
 @pytest.mark.parametrize("code", ["layout_refused", "malformed", "draining", "already_registered"])
@@ -326,9 +339,8 @@ def test_a_refused_registration_is_raised_as_what_it_is(daemon: Daemon, path: Pa
     daemon.accept()
     hello, register, _ = daemon.read_kinds(wire.Hello, wire.Register, wire.Ping)
     daemon.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS), wire.Error(register.id, code, "because"))
-    answer_ahead(daemon, client)
     began = time.monotonic()
-    with pytest.raises(REFUSALS[code], match="because"):
+    with answering(daemon, lambda ping: wire.Pong(ping.id)), pytest.raises(REFUSALS[code], match="because"):
         client.register(5)
     assert time.monotonic() - began < 2
     assert client.registration == wire.Error(register.id, code, "because")
