@@ -29,9 +29,9 @@ from tests.support.layouts import (
     chunk_places,
     nhd,
     opaque,
-    random_layouts,
 )
 from tests.support.memory import GUARD, SEALS, SharedMemory, num_fds, num_mappings, stamp
+from tests.support.strategies import random_layouts
 
 POOL_NBYTES = 8 * MIB
 
@@ -109,6 +109,7 @@ class DeviceContract:
     def rig(cls) -> Iterator[Rig]:
         raise NotImplementedError
 
+    @settings(max_examples=50)
     @given(st.data())
     def test_a_gather_puts_canonical_bytes_into_slots(self, rig: Rig, data: st.DataObject):
         """A slot holds its chunk in canonical order; the engine's memory and the rest of the pool are as they were."""
@@ -125,6 +126,7 @@ class DeviceContract:
             assert len(checksums) == len(case.chunks)
             assert all(type(checksum) is bytes for checksum in checksums)
 
+    @settings(max_examples=50)
     @given(st.data())
     def test_a_scatter_puts_every_byte_back(self, rig: Rig, data: st.DataObject):
         """What was gathered arrives in other blocks, byte for byte; no other byte changes, gaps included.
@@ -149,6 +151,7 @@ class DeviceContract:
                         expected[memory][offset] = value
             assert all(map(np.array_equal, case.engine.arrays, expected))
 
+    @settings(max_examples=50)
     @given(st.data())
     def test_a_range_of_chunks_is_that_range(self, rig: Rig, data: st.DataObject):
         """Copied range by range, a plan does what it does at once; each range answers for its own chunks only."""
@@ -174,6 +177,7 @@ class DeviceContract:
             for blocks in case.chunks:
                 assert case.engine.chunk(blocks) == chunk_bytes(case.engine.laid.group, blocks, wanted)
 
+    @settings(max_examples=50)
     @given(st.data())
     def test_one_wrong_byte_fails_exactly_its_chunk(self, rig: Rig, data: st.DataObject):
         """A byte that changed in a slot fails that chunk and no other, and is not written into any block.
@@ -201,6 +205,7 @@ class DeviceContract:
                 if number not in (0, bad):
                     assert case.engine.chunk(case.chunks[number]) == wanted[number]
 
+    @settings(max_examples=50)
     @given(st.data())
     def test_swapped_bytes_are_not_the_same(self, rig: Rig, data: st.DataObject):
         """A checksum is of bytes in their order: a chunk in which two bytes are exchanged does not match."""

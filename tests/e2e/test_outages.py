@@ -43,7 +43,7 @@ def test_a_stopped_daemon_is_late_and_comes_back(stopped: Daemon, connect: Conne
     lost = [client.submit(wire.Ping) for _ in range(100)]
     with pytest.raises(Unreachable, match="late"):
         client.call(wire.Ping)
-    assert time.monotonic() - began < 0.1
+    assert time.monotonic() - began < 1
     assert all(one.is_lost for one in lost)
     assert not pending.is_over
     stopped.signal(signal.SIGCONT)

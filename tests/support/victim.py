@@ -28,7 +28,7 @@ def reach(path: str, point: str, number: int) -> object:
         if point == "inside a frame":
             peer.send(encode(wire.Store(2, b"x" * 1600, b"", b"y" * 100_000))[:70_000])
         return peer
-    engine = FakeEngine(path, laid=LARGE, name=MEMORY_NAME, engine_id="victim", is_guarded=False)
+    engine = FakeEngine(path, laid=LARGE, name=MEMORY_NAME, engine_id="victim")
     engine.client.register()
     prompt = [number, *range(1, 96 * 8)]
     digests = b"".join(engine.digests(prompt))

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.device.runs import chunk_pattern
-from tests.support.layouts import Laid, Shape, block_outermost, chunk_places, hnd, kv_apart, nhd, opaque, random_layouts
+from tests.support.layouts import Laid, Shape, block_outermost, chunk_places, hnd, kv_apart, nhd, opaque
+from tests.support.strategies import random_layouts
 
 BASES = np.array([10**6, 2**40, 2**63], dtype=np.uint64)
 

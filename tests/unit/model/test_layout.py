@@ -18,9 +18,9 @@ from tests.support.layouts import (
     kv_apart,
     nhd,
     opaque,
-    random_layouts,
     row_starts,
 )
+from tests.support.strategies import random_layouts
 
 
 @st.composite
