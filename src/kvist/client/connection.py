@@ -46,6 +46,7 @@ class Connection:
             raise ProtocolError(f"{path} belongs to user {uid}; a daemon must run as root or as user {os.getuid()}")
         self._reader = FrameReader()
         self._unsent = bytearray()
+        self._scratch = memoryview(bytearray(_READ_NBYTES))
         self._is_finished = False
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -61,9 +62,11 @@ class Connection:
             raise Overloaded(f"{len(self._unsent)} bytes to the daemon are unsent")
         if fds:
             self._send_with_fds(frame, fds)
-        else:
+        elif self._unsent:
             self._unsent += frame
-        self._flush()
+            self._flush()
+        else:
+            self._unsent += frame[self._send_now(frame) :]
 
     def receive(self, timeout_s: float = 0.0) -> Iterator[Reply]:
         """Yield the replies that have come, after waiting at most ``timeout_s`` for the first.
@@ -76,16 +79,16 @@ class Connection:
             self._wait(timeout_s)
         while True:
             try:
-                data = self._socket.recv(_READ_NBYTES)
+                num_read = self._socket.recv_into(self._scratch)
             except BlockingIOError:
                 return
             except OSError as error:
                 raise self._lost(str(error)) from error
-            if not data:
+            if not num_read:
                 raise self._lost(f"end of stream from pid {self.daemon_pid}")
-            for frame in () if self._is_finished else self._reader.feed(data):
+            for frame in () if self._is_finished else self._reader.feed(self._scratch[:num_read]):
                 yield decode_reply(frame.body)
-            if len(data) < _READ_NBYTES:
+            if num_read < _READ_NBYTES:
                 return
 
     def finish(self) -> None:
@@ -124,12 +127,14 @@ class Connection:
         self._unsent += frame[sent:]
 
     def _flush(self) -> None:
-        if not self._unsent:
-            return
+        if self._unsent:
+            del self._unsent[: self._send_now(self._unsent)]
+
+    def _send_now(self, data: bytes | bytearray) -> int:
         try:
-            del self._unsent[: self._socket.send(self._unsent)]
+            return self._socket.send(data)
         except BlockingIOError:
-            pass
+            return 0
         except OSError as error:
             raise self._lost(str(error)) from error
 

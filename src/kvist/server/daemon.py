@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import uvloop
+
 from kvist import __version__
 from kvist.device.host import HostDevice
 from kvist.index.eviction import LeastRecentlyUsed
@@ -50,7 +52,7 @@ def run(config: ServeConfig, *, on_progress: Callable[[int], None], on_ready: Ca
     num_threads = min(_POPULATE_THREADS_MAX, os.cpu_count() or 1)
     pool = open_pool(config.pool, num_threads=num_threads, on_progress=on_progress)
     try:
-        asyncio.run(_serve(config, pool, on_ready))
+        uvloop.run(_serve(config, pool, on_ready))
     finally:
         pool.close()
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -22,6 +21,7 @@ FRAME_NBYTES_MAX: Final = 8 * MIB
 FDS_MAX: Final = 253
 """Most file descriptors that Linux passes with one message (SCM_MAX_FD)."""
 _HEADER: Final = struct.Struct("<2sHI")
+_HEADER_NBYTES: Final = _HEADER.size
 _MAGIC: Final = b"kv"
 
 _encoder = msgspec.msgpack.Encoder()
@@ -29,8 +29,7 @@ _request_decoder: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Req
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One undecoded message."""
 
     body: bytes
@@ -106,7 +105,7 @@ class FrameReader:
             ProtocolError: the stream is no kvist stream, or announces a frame over the limit.
         """
         self._buffer += data
-        while len(self._buffer) >= _HEADER.size:
+        while len(self._buffer) >= _HEADER_NBYTES:
             magic, num_fds, nbytes = _HEADER.unpack_from(self._buffer)
             if magic != _MAGIC:
                 raise ProtocolError(f"not the kvist protocol: a frame begins with {bytes(self._buffer[:8])!r}")
@@ -114,9 +113,9 @@ class FrameReader:
                 raise ProtocolError(f"a frame of {nbytes} bytes is over the limit of {self._frame_nbytes_max}")
             if num_fds > FDS_MAX:
                 raise ProtocolError(f"a frame with {num_fds} descriptors is over the limit of {FDS_MAX}")
-            end = _HEADER.size + nbytes
+            end = _HEADER_NBYTES + nbytes
             if len(self._buffer) < end:
                 return
-            body = bytes(self._buffer[_HEADER.size : end])
+            body = bytes(self._buffer[_HEADER_NBYTES:end])
             del self._buffer[:end]
             yield Frame(body, num_fds)
