@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -94,8 +96,9 @@ class EngineProcess:
         return self._answer(timeout_s)
 
     def kill(self) -> None:
-        """End the process as ``kill -9`` does."""
-        self.process.kill()
+        """End the process and the children that vLLM gave it, as ``kill -9`` does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)  # It leads a group of its own.
         self.process.wait()
 
     def close(self) -> None:
@@ -105,7 +108,8 @@ class EngineProcess:
                 self.send("stop")
                 self.process.wait(30)
             except (OSError, subprocess.TimeoutExpired):
-                self.kill()
+                pass
+        self.kill()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()

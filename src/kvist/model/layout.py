@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -195,21 +196,15 @@ class KVLayout:
 def _check_apart(planes: Sequence[LayerPlane]) -> None:
     """Refuse planes of one group that share a byte, or that cannot be shown not to."""
     ordered = sorted(planes, key=lambda plane: (plane.memory, plane.offset))
-    for first, second in _overlapping_spans(ordered):
-        # Spans may interleave where the block is outermost: then each block's pages must lie apart.
-        if first.block_stride != second.block_stride or first.num_blocks != second.num_blocks:
-            raise LayoutError(f"two layers overlap in allocation {first.memory}: {first} and {second}")
-        gap = second.offset - first.offset
-        inside = first.page_extent_nbytes <= gap and gap + second.page_extent_nbytes <= first.block_stride
-        if first.num_blocks > 1 and not inside:
-            raise LayoutError(f"two layers overlap in allocation {first.memory}: {first} and {second}")
-        if first.num_blocks == 1 and gap < first.page_extent_nbytes:
-            raise LayoutError(f"two layers overlap in allocation {first.memory}: {first} and {second}")
-
-
-def _overlapping_spans(ordered: Sequence[LayerPlane]) -> Iterator[tuple[LayerPlane, LayerPlane]]:
-    for index, first in enumerate(ordered):
-        for second in ordered[index + 1 :]:
-            if second.memory != first.memory or second.offset >= first.end:
-                break
-            yield first, second
+    first, end = ordered[0], ordered[0].end
+    for previous, plane in pairwise(ordered):
+        if plane.memory != first.memory or plane.offset >= end:
+            first, end = plane, plane.end
+            continue
+        # Spans may interleave where the block is outermost: then each block's pages must lie apart, inside one stride.
+        is_alike = plane.block_stride == first.block_stride and plane.num_blocks == first.num_blocks > 1
+        is_behind = previous.offset + previous.page_extent_nbytes <= plane.offset
+        is_inside = plane.offset + plane.page_extent_nbytes <= first.offset + first.block_stride
+        if not (is_alike and is_behind and is_inside):
+            raise LayoutError(f"two layers overlap in allocation {plane.memory}: {previous} and {plane}")
+        end = max(end, plane.end)

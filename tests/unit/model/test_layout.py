@@ -1,5 +1,6 @@
 """Layouts admit exactly what lies inside its memory and apart, and name bytes in one order whatever the strides."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,18 @@ def test_layers_that_share_a_byte_are_refused(second: LayerPlane):
         with pytest.raises(LayoutError, match="two layers overlap in allocation 0"):
             LayerGroup(GroupKind.FULL, 4, pair)
     assert LayerGroup(GroupKind.FULL, 4, (FIRST, replace(second, memory=1)))
+
+
+def test_many_layers_are_checked_in_no_time():
+    """Thousands of interleaved layers are accepted within a second, and two that overlap are found among them."""
+    num = 4096
+    layers = [LayerPlane(0, 16 * number, num_blocks=4, block_stride=16 * num, row_nbytes=16) for number in range(num)]
+    began = time.monotonic()
+    assert LayerGroup(GroupKind.FULL, 4, tuple(layers)).block_nbytes == 16 * num
+    layers[3000] = replace(layers[3000], offset=layers[3000].offset - 1)
+    with pytest.raises(LayoutError, match="two layers overlap"):
+        LayerGroup(GroupKind.FULL, 4, tuple(layers))
+    assert time.monotonic() - began < 1
 
 
 def test_one_block_pages_that_share_a_byte_are_refused():
