@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from kvist.client.client import Client
 from kvist.model.keys import Namespace, Tokens, as_tokens, chain_digests, root_digest
@@ -97,6 +98,16 @@ class FakeEngine:
         group = wire.GroupSpec("full", shape.block_tokens, planes, 0)
         memory = [wire.MemorySpec("host", self.memory.nbytes)]
         return wire.Register(number, 0, 1, shape.block_tokens, memory, [group]), [self.fd]
+
+
+def shared_memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory of the pool's kind, with all of its pages present."""
+    fd = os.memfd_create("kvist-bench", os.MFD_CLOEXEC)
+    os.ftruncate(fd, nbytes)
+    memory = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+    os.close(fd)
+    memory[:] = 1
+    return memory
 
 
 def make_tokens(num_tokens: int, seed: int) -> list[int]:

@@ -22,7 +22,7 @@ def ask_each(engine: Any, prompts: list[list[int]]) -> tuple[list[list[int]], li
 
 
 @pytest.mark.parametrize(
-    ("model", "count", "longest"), [("llama", 110, 1400), ("qwen3", 90, 1400), ("smollm2", 10, 500)]
+    ("model", "count", "longest"), [("llama", 110, 1400), ("qwen3", 90, 1400), ("smollm2", 8, 450)]
 )
 def test_tokens_and_bytes_survive_the_engine(
     model: str, count: int, longest: int, daemon: Daemon, start_engine: StartEngine
@@ -76,11 +76,11 @@ def test_batches_hit_too(daemon: Daemon, start_engine: StartEngine) -> None:
 
 
 def test_worker_in_its_own_process(daemon: Daemon, start_engine: StartEngine) -> None:
-    """The default of vLLM, with scheduler and worker in processes of their own, hits in a new engine."""
+    """An engine of vLLM's default, scheduler and worker in processes of their own, hits what another stored."""
     prompts = make_prompts(6, longest=900, seed=6)
     answers = []
-    for _ in range(2):
-        engine = start_engine("llama", daemon.socket, is_probed=False, is_one_process=False)
+    for is_one_process in (True, False):
+        engine = start_engine("llama", daemon.socket, is_probed=False, is_one_process=is_one_process)
         tokens, cached = ask_each(engine, prompts)
         answers.append(tokens)
         engine.kill()
