@@ -6,7 +6,6 @@ before the run; medians of interleaved repetitions, with the quartiles as spread
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import mmap
@@ -26,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.client.client import Client
+from kvist.device.libc import copy_memory
 from kvist.model.keys import Namespace, Tokens, as_tokens, chain_digests, root_digest
 from kvist.wire import messages as wire
 
@@ -122,10 +122,15 @@ def make_digests(tokens: Sequence[int] | Tokens, chunk_tokens: int, model: str =
     return chain_digests(root_digest(namespace), as_tokens(tokens), chunk_tokens)
 
 
-def memcpy_s(nbytes: int, source: int, target: int) -> float:
-    """Copy once on this thread; return the seconds."""
+Copy = tuple[int, int, int]
+"""Source, target, bytes."""
+
+
+def memcpy_s(copies: Sequence[Copy]) -> float:
+    """Copy on this thread; return the seconds."""
     begin = time.perf_counter()
-    ctypes.memmove(target, source, nbytes)
+    for source, target, nbytes in copies:
+        copy_memory(target, source, nbytes)
     return time.perf_counter() - begin
 
 

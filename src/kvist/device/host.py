@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeVar
 
@@ -43,8 +43,10 @@ class HostDevice:
         assert num_threads > 0
         self._pool = pool
         self._pool_address = pool_address
-        self._num_threads = num_threads
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvist-copy") if num_threads > 1 else None
+        self._num_helpers = num_threads - 1
+        self._threads = (
+            ThreadPoolExecutor(self._num_helpers, thread_name_prefix="kvist-copy") if num_threads > 1 else None
+        )
 
     @property
     def kind(self) -> str:
@@ -91,9 +93,22 @@ class HostDevice:
             self._threads.shutdown()
 
     def _map(self, copy: Callable[[int], _Result], num_chunks: int) -> list[_Result]:
-        if self._threads is None or num_chunks < 2:
-            return [copy(index) for index in range(num_chunks)]
-        return list(self._threads.map(copy, range(num_chunks)))
+        """Copy chunks on this thread and the others, each taking the next one when it is done with one."""
+        results: dict[int, _Result] = {}
+        waiting = iter(range(num_chunks))  # Taking from it is one step under the interpreter lock.
+
+        def work() -> None:
+            for index in waiting:
+                results[index] = copy(index)
+
+        helpers = [self._threads.submit(work) for _ in range(self._num_helpers)] if self._threads else []
+        try:
+            work()
+        finally:
+            wait(helpers)  # No byte may move after this call, whatever failed.
+        for helper in helpers:
+            helper.result()
+        return [results[index] for index in range(num_chunks)]
 
     def _gather_chunk(self, slot: int, pieces: Sequence[Piece], addresses: Sequence[int]) -> bytes:
         slot_address = self._pool_address + slot

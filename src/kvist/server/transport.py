@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 _UNSENT_NBYTES_MAX: Final = 4 * MIB
 _READ_NBYTES: Final = 256 * 1024
 _CONTROL_NBYTES: Final = socket.CMSG_SPACE(FDS_MAX * 4)
+_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_TRUNCATED: Final = int(socket.MSG_CTRUNC)
+"""Plain integers: arithmetic on Python's flag types costs several microseconds."""
 _UCRED: Final = struct.Struct("3i")
 _PRIVATE: Final = stat.S_IRWXU
 
@@ -141,7 +144,11 @@ class _Connection:
 
     def send(self, reply: wire.Reply) -> None:
         """Send a reply now if the peer reads, soon if it does so a little later; end the connection if it does not."""
-        self._unsent += encode(reply)
+        frame = encode(reply)
+        num_sent = 0 if self._unsent else self._send_now(frame)
+        if num_sent == len(frame):
+            return
+        self._unsent += frame[num_sent:]
         if len(self._unsent) > _UNSENT_NBYTES_MAX:
             self._unsent.clear()
             self.close("peer does not read its replies")
@@ -150,9 +157,7 @@ class _Connection:
 
     def _on_readable(self) -> None:
         try:
-            nbytes, control, flags, _ = self._sock.recvmsg_into(
-                [self._transport.scratch], _CONTROL_NBYTES, socket.MSG_CMSG_CLOEXEC
-            )
+            nbytes, control, flags, _ = self._sock.recvmsg_into([self._transport.scratch], _CONTROL_NBYTES, _CLOEXEC)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -162,12 +167,15 @@ class _Connection:
                 self._fds += array.array("i", data[: len(data) & ~3])
         if not nbytes:
             return self.close("end of stream")
-        if flags & socket.MSG_CTRUNC:
+        if flags & _TRUNCATED:
             return self.close("descriptors were lost")
         try:
             self._take(memoryview(self._transport.scratch)[:nbytes])
         except ProtocolError as error:
             self._refuse_and_close(0, "protocol", error)
+        except Exception as error:  # The connection's one boundary: its fault ends it, and the daemon goes on.
+            logger.exception("fault while serving pid=%d", self._peer.pid)
+            self._refuse_and_close(0, "fault", ProtocolError(f"the daemon has a fault: {error!r}"))
         return None
 
     def _take(self, data: memoryview) -> None:
@@ -230,22 +238,25 @@ class _Connection:
         self.close(code)
 
     def _flush(self) -> None:
-        try:
-            del self._unsent[: self._sock.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self._unsent.clear()
-            self.close(str(error))
-        if self._sock.fileno() < 0:
-            return
-        if bool(self._unsent) == self._is_writing:
+        if self._unsent:
+            del self._unsent[: self._send_now(self._unsent)]
+        if self._sock.fileno() < 0 or bool(self._unsent) == self._is_writing:
             return
         self._is_writing = not self._is_writing
         if self._is_writing:
             self._loop.add_writer(self._sock, self._flush)
         else:
             self._loop.remove_writer(self._sock)
+
+    def _send_now(self, data: bytes | bytearray) -> int:
+        """Return how many bytes went out; all of them if the peer is gone, for whom nothing need be kept."""
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.close(str(error))
+            return len(data)
 
     def _finish(self) -> None:
         if self._sock.fileno() >= 0:

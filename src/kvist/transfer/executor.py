@@ -21,7 +21,7 @@ from kvist.units import MIB
 
 logger = logging.getLogger(__name__)
 
-SLICE_NBYTES = 32 * MIB
+SLICE_NBYTES = 128 * MIB
 """A load waits for at most one such slice of a store."""
 
 
@@ -105,9 +105,15 @@ class Executor:
                 if call is None and not queue:
                     return
             if call is not None:
-                call()
+                self._carry_out(call)
             else:
                 self._advance(queue[0], queue)
+
+    def _carry_out(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # The thread's boundary for calls: what failed is lost, the thread goes on.
+            logger.exception("call failed device=%s", self._device.kind)
 
     def _advance(self, job: Job, queue: deque[Job]) -> None:
         """Copy a job's next slice; complete the job if that was the last."""
