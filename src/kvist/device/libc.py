@@ -27,13 +27,15 @@ copy_memory = _libc.memmove
 
 
 def map_shared(fd: int, nbytes: int) -> int:
-    """Map a file, readable and writable, and return its address.
+    """Map a file, readable and writable, with all of its pages present, and return its address.
+
+    A page that is missing costs more at its first touch than its copy does. Blocks, without the interpreter lock.
 
     Raises:
         OSError: as mmap(2).
     """
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
+    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED | mmap.MAP_POPULATE, fd, 0)
     if address is None or address == _MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, f"mmap of {nbytes} bytes: {os.strerror(number)}")

@@ -47,7 +47,9 @@ def _share(old: Any) -> int:
     fd = os.memfd_create("kvist-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    memory = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+    # All pages are made present now: at their first touch, in the middle of a load, they would cost more than its copy.
+    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    memory = np.frombuffer(mapping, dtype=np.uint8)
     new = torch.from_numpy(memory).untyped_storage()
     _copy_written(old, new)
     moved = list(_tensors_on(old))
