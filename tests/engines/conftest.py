@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "vllm"))
 
 from child import EngineProcess, engine_options  # noqa: E402
-from kvist.client.client import Client  # noqa: E402
-from kvist.errors import Unreachable  # noqa: E402
-from kvist.wire import messages as wire  # noqa: E402
+from tests.support.daemon import Daemon  # noqa: E402
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 MODELS = ROOT / ".models"
@@ -39,72 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@dataclass
-class Daemon:
-    """A daemon that can be killed and started again on the same path."""
-
-    folder: Path
-    pool: str = "512MiB"
-    process: subprocess.Popen[bytes] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.start()
-
-    @property
-    def socket(self) -> str:
-        return str(self.folder / "kvist.sock")
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "kvist", "serve", "--pool", self.pool, "--socket", self.socket]
-        with (self.folder / "daemon.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stderr=log)
-        wait_until(lambda: self.status() is not None, 60)
-
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        if self.process.poll() is None:
-            os.kill(self.pid, signal.SIGCONT)
-            os.kill(self.pid, number)
-            self.process.wait(30)
-
-    def status(self) -> wire.StatusReply | None:
-        client = Client(self.socket, engine_id="test", name="test")
-        try:
-            reply = client.call(wire.Status, deadline_s=10)
-        except Unreachable:
-            return None
-        finally:
-            client.close()
-        assert isinstance(reply, wire.StatusReply)
-        return reply
-
-    def count(self, name: str) -> int:
-        status = self.status()
-        assert status is not None
-        return status.counters.get(name, 0)
-
-
-def wait_until(is_so: Callable[[], bool], within_s: float) -> None:
-    """Return when a condition holds.
-
-    Raises:
-        AssertionError: it did not within ``within_s``.
-    """
-    deadline = time.monotonic() + within_s
-    pause = __import__("threading").Event()
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        pause.wait(0.01)
-
-
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    daemon = Daemon(tmp_path)
-    yield daemon
-    daemon.stop()
+    with Daemon(tmp_path, pool="512MiB") as daemon:
+        yield daemon
 
 
 StartEngine = Callable[..., EngineProcess]

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.engines.conftest import CHUNK_TOKENS, Daemon, StartEngine, make_prompts
+from tests.engines.conftest import CHUNK_TOKENS, StartEngine, make_prompts
+from tests.support.daemon import Daemon
 
 NUM_TOKENS = 8
 
@@ -34,7 +35,7 @@ def test_tokens_and_bytes_survive_the_engine(
     expected, _ = ask_each(alone, prompts)
     alone.close()
 
-    first = start_engine(model, daemon.socket, kv_mib=kv_mib)
+    first = start_engine(model, daemon.path, kv_mib=kv_mib)
     assert ask_each(first, prompts)[0] == expected
     assert first.ask("forget")["ok"]
     assert ask_each(first, prompts)[0] == expected
@@ -45,7 +46,7 @@ def test_tokens_and_bytes_survive_the_engine(
     assert counts["counts"]["equal"] > 0
     assert counts["held"] == counts["tracked"] == 0
 
-    second = start_engine(model, daemon.socket, kv_mib=kv_mib)
+    second = start_engine(model, daemon.path, kv_mib=kv_mib)
     second.ask("stamps", known=stamps)
     answers, cached = ask_each(second, prompts)
     assert answers == expected
@@ -60,7 +61,7 @@ def test_tokens_and_bytes_survive_the_engine(
 def test_batches_hit_too(daemon: Daemon, start_engine: StartEngine) -> None:
     """Prompts that arrive together, many with one beginning, are answered as one by one; nothing stays held."""
     prompts = make_prompts(24, longest=900, seed=5)
-    engine = start_engine("llama", daemon.socket, max_num_batched_tokens=256)  # So that prefills come in parts.
+    engine = start_engine("llama", daemon.path, max_num_batched_tokens=256)  # So that prefills come in parts.
     expected, _ = ask_each(engine, prompts)
     for _ in range(2):
         assert engine.ask("forget")["ok"]
@@ -71,7 +72,6 @@ def test_batches_hit_too(daemon: Daemon, start_engine: StartEngine) -> None:
     assert counts["counts"].get("different", 0) == counts["counts"].get("failed", 0) == 0
     assert counts["held"] == counts["used_blocks"] == 0
     status = daemon.status()
-    assert status is not None
     assert (status.num_leases, status.num_pinned, status.num_reserved) == (0, 0, 0)
 
 
@@ -80,7 +80,7 @@ def test_worker_in_its_own_process(daemon: Daemon, start_engine: StartEngine) ->
     prompts = make_prompts(6, longest=900, seed=6)
     answers = []
     for is_one_process in (True, False):
-        engine = start_engine("llama", daemon.socket, is_probed=False, is_one_process=is_one_process)
+        engine = start_engine("llama", daemon.path, is_probed=False, is_one_process=is_one_process)
         tokens, cached = ask_each(engine, prompts)
         answers.append(tokens)
         engine.kill()
@@ -94,7 +94,7 @@ def test_full_hit_computes_one_token(daemon: Daemon, start_engine: StartEngine) 
     """A prompt that is whole chunks and wholly cached is loaded whole, and answered as if it were computed."""
     prompt = make_prompts(1, longest=4000, seed=7)[0]
     prompt = (prompt * 8)[: 5 * CHUNK_TOKENS]
-    engine = start_engine("llama", daemon.socket)
+    engine = start_engine("llama", daemon.path)
     cold = engine.ask("generate", prompts=[prompt], num_tokens=40)
     assert engine.ask("forget")["ok"]
     warm = engine.ask("generate", prompts=[prompt], num_tokens=40)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.engines.conftest import CHUNK_TOKENS, Daemon, StartEngine, make_prompts, wait_until
+from tests.engines.conftest import CHUNK_TOKENS, StartEngine, make_prompts
+from tests.support.daemon import Daemon
+from tests.support.waiting import wait_until
 
 NUM_TOKENS = 8
 DEADLINE_S = 1.0
@@ -33,7 +35,7 @@ def test_daemon_is_killed_stopped_and_frozen_during_loads(daemon: Daemon, start_
     """
     prompts = make_prompts(8, longest=900, seed=11)
     prompts = [prompt for prompt in prompts if len(prompt) > 2 * CHUNK_TOKENS]
-    engine = start_engine("llama", daemon.socket)
+    engine = start_engine("llama", daemon.path)
     expected = [ask(engine, [prompt])["tokens"][0] for prompt in prompts]
     assert engine.ask("forget")["ok"]
     begin = time.monotonic()
@@ -63,9 +65,9 @@ def test_daemon_is_killed_stopped_and_frozen_during_loads(daemon: Daemon, start_
 
 def engine_answer_while_frozen(engine: Any, daemon: Daemon) -> dict[str, Any]:
     """Wake the daemon only after the deadline, so that its late copies meet the engine's later steps."""
-    wait_until(lambda: is_stopped(daemon.pid), 30)
+    wait_until(lambda: is_stopped(daemon.pid))
     frozen_at = time.monotonic()
-    wait_until(lambda: time.monotonic() - frozen_at > 2 * DEADLINE_S, 10)
+    wait_until(lambda: time.monotonic() - frozen_at > 2 * DEADLINE_S)
     os.kill(daemon.pid, signal.SIGCONT)
     return engine.answer()
 
@@ -91,7 +93,7 @@ def assert_hits_again(engine: Any, prompts: list[list[int]], expected: list[list
 def test_poisoned_chunk_is_a_miss(daemon: Daemon, start_engine: StartEngine) -> None:
     """A chunk whose bytes changed in the pool is reported as failed, computed again, and never seen in a token."""
     prompt = (make_prompts(1, longest=3000, seed=12)[0] * 9)[: 6 * CHUNK_TOKENS + 50]
-    engine = start_engine("llama", daemon.socket)
+    engine = start_engine("llama", daemon.path)
     expected = ask(engine, [prompt])["tokens"]
     assert engine.ask("forget")["ok"]
     poison(daemon.pid)
@@ -122,7 +124,7 @@ def poison(pid: int) -> None:
 def test_aborts_leave_nothing_behind(daemon: Daemon, start_engine: StartEngine) -> None:
     """Requests aborted before, during and after their load are gone with their blocks and leases; others go on."""
     prompts = make_prompts(12, longest=900, seed=13)
-    engine = start_engine("llama", daemon.socket)
+    engine = start_engine("llama", daemon.path)
     expected = [ask(engine, [prompt])["tokens"][0] for prompt in prompts]
     for num_steps in (0, 1, 2, 3, 5):
         assert engine.ask("forget")["ok"]
@@ -130,7 +132,6 @@ def test_aborts_leave_nothing_behind(daemon: Daemon, start_engine: StartEngine) 
         assert answers[::2] == expected[::2]
         assert_nothing_held(engine)
         status = daemon.status()
-        assert status is not None
         assert (status.num_leases, status.num_pinned, status.num_copies_in_flight) == (0, 0, 0)
 
 
@@ -141,7 +142,7 @@ def test_preemption_with_few_blocks(daemon: Daemon, start_engine: StartEngine) -
     plenty = start_engine("llama", None, max_model_len=2048)
     expected = [plenty.ask("generate", prompts=[p], num_tokens=150)["tokens"][0] for p in prompts]
     plenty.close()
-    engine = start_engine("llama", daemon.socket, **options)
+    engine = start_engine("llama", daemon.path, **options)
     num_preempted = 0
     for _ in range(2):
         reply = engine.ask("generate", prompts=prompts, num_tokens=150)
@@ -155,7 +156,7 @@ def test_preemption_with_few_blocks(daemon: Daemon, start_engine: StartEngine) -
 def test_requests_choose_and_tenants_are_apart(daemon: Daemon, start_engine: StartEngine) -> None:
     """A request that may not read or not write does neither; a salt sees only what was stored under it."""
     prompt = (make_prompts(1, longest=900, seed=15)[0] * 5)[: 4 * CHUNK_TOKENS + 9]
-    engine = start_engine("llama", daemon.socket)
+    engine = start_engine("llama", daemon.path)
 
     def cached(**more: Any) -> int:
         assert engine.ask("forget")["ok"]

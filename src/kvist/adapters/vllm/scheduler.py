@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvist.adapters.vllm import layout
@@ -59,13 +59,6 @@ class EngineFacts:
     """The engine itself keeps finished prompts' blocks for others."""
 
 
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counts since the start."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-
-
 class SchedulerSide:
     """Lives in the engine's scheduler process."""
 
@@ -77,7 +70,6 @@ class SchedulerSide:
         engine: EngineFacts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.stats = SchedulerStats()
         self._client = client
         self._options = options
         self._namespace = namespace
@@ -120,7 +112,6 @@ class SchedulerSide:
             if self._clock() - lookup.pending.sent_at <= self._options.deadline_s:
                 return None
             self._forget_lookup(tracked)
-            self.stats.counts["lookups_late"] += 1
             return 0
         num_chunks = lookup.reply.num_chunks if lookup.reply else 0
         tracked.num_offered = max(tracked.num_offered, num_chunks)
@@ -248,7 +239,6 @@ class SchedulerSide:
                 lambda number: wire.Lookup(number, digests, num_shards=self._engine.num_workers)
             )
             tracked.lookup = Lookup(num_chunks, pending)
-            self.stats.counts["lookups"] += 1
 
     def _is_remembered(self, lookup: Lookup, num_chunks: int) -> bool:
         if lookup.is_claimed or lookup.num_chunks_asked != num_chunks:
@@ -294,7 +284,6 @@ class SchedulerSide:
         self._loads.append(
             LoadJob(number, request_id, lookup.reply.lease, first_chunk, block_ids, num_skipped_blocks)
         )  # fmt: skip
-        self.stats.counts["loads"] += 1
 
     def _begin_store(self, tracked: Tracked, num_computed_tokens: int) -> StoreJob | None:
         """Store the chunks that are whole after this step, as far as blocks may be held for it."""
@@ -308,7 +297,6 @@ class SchedulerSide:
         block_ids = tuple(tracked.block_ids[first * self._blocks_per_chunk : end * self._blocks_per_chunk])
         tracked.num_offered = end
         parent = tracked.digest(first - 1) if first else b""
-        self.stats.counts["stores"] += 1
         return StoreJob(self._hold(block_ids), tracked.packed(first, end), parent, block_ids)
 
     def _hold(self, block_ids: tuple[int, ...], digests: frozenset[Digest] = frozenset()) -> int:
