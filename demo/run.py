@@ -35,7 +35,7 @@ MODEL: Final = ROOT / ".models" / "smollm2"
 DOCUMENT_TOKENS: Final = 4000
 ANSWER_TOKENS: Final = 12
 QUESTIONS: Final = ("What is kvist?", "What happens when an engine dies?")
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 @dataclass(frozen=True)
