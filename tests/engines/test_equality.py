@@ -9,7 +9,7 @@ import pytest
 from tests.engines.conftest import CHUNK_TOKENS, StartEngine, make_prompts
 from tests.support.daemon import Daemon
 
-NUM_TOKENS = 8
+NUM_TOKENS = 4
 
 
 def ask_each(engine: Any, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
@@ -23,7 +23,7 @@ def ask_each(engine: Any, prompts: list[list[int]]) -> tuple[list[list[int]], li
 
 
 @pytest.mark.parametrize(
-    ("model", "count", "longest"), [("llama", 110, 1400), ("qwen3", 90, 1400), ("smollm2", 8, 450)]
+    ("model", "count", "longest"), [("llama", 110, 1400), ("qwen3", 90, 1400), ("smollm2", 6, 450)]
 )
 def test_tokens_and_bytes_survive_the_engine(
     model: str, count: int, longest: int, daemon: Daemon, start_engine: StartEngine
