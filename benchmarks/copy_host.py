@@ -83,7 +83,7 @@ def measure(socket: str, shape: Shape) -> None:
         report(
             f"{case}, {shape.name}", share_of_memcpy=statistics.median(values), quartiles=quartiles(values),
             gb_per_s=statistics.median(rates[case]), memcpy_gb_per_s=statistics.median(rates["memcpy"]),
-            nbytes=nbytes, target=0.75,
+            share_of_contiguous_memcpy=statistics.median(of_whole[case]), nbytes=nbytes, target=0.75,
         )  # fmt: skip
     client.close()
 
