@@ -15,7 +15,7 @@ import numpy as np
 from common import DEADLINE_S, FakeEngine, Shape, cpu_s, daemon, make_digests, make_tokens, quartiles, report
 from kvist.wire import messages as wire
 
-ROUNDS = 4000
+ROUNDS = 12
 CHUNK_TOKENS = 256
 SHAPE = Shape("small pages", num_layers=2, page_nbytes=4096, num_blocks=320, block_tokens=CHUNK_TOKENS)
 
@@ -58,11 +58,15 @@ def main() -> None:
     with daemon("256MiB") as (path, pid):
         engine = FakeEngine(path, SHAPE)
         client = engine.client
-        raw = [time for _ in range(4) for time in raw_round_trips(ROUNDS // 4)]
-        pings = timed(lambda: client.call(wire.Ping), ROUNDS)
+        # The two take turns: on a shared machine their ratio says more than either.
+        raw, pings = [], []
+        for _ in range(ROUNDS):
+            raw.append(statistics.median(raw_round_trips(500)))
+            pings += [timed(lambda: client.call(wire.Ping), 500)]
+        medians = [statistics.median(times) for times in pings]
         report(
-            "ping", p50_us=statistics.median(pings) * 1e6, p99_us=float(np.percentile(pings, 99)) * 1e6, target_us=40,
-            raw_socket_p50_us=statistics.median(raw) * 1e6,
+            "ping", p50_us=statistics.median(medians) * 1e6, quartiles=quartiles([t * 1e6 for t in medians]),
+            p99_us=float(np.percentile(pings, 99)) * 1e6, target_us=40, raw_socket_p50_us=statistics.median(raw) * 1e6,
         )  # fmt: skip
 
         keys = timed(lambda: make_digests(tokens, CHUNK_TOKENS), 50)

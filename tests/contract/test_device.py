@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -31,6 +32,7 @@ from tests.support.layouts import (
     opaque,
 )
 from tests.support.memory import GUARD, SEALS, SharedMemory, num_fds, num_mappings, stamp
+from tests.support.simulated import always
 from tests.support.strategies import random_layouts
 
 POOL_NBYTES = 8 * MIB
@@ -117,7 +119,9 @@ class DeviceContract:
             case.engine.stamp(b"before")
             before = [array.copy() for array in case.engine.arrays]
             rig.pool[:] = GUARD
-            checksums = rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, range(len(case.chunks)))
+            checksums = rig.device.gather(
+                case.plan(Direction.GATHER), case.engine.bases, range(len(case.chunks)), always
+            )
             expected = np.full(len(rig.pool), GUARD, dtype=np.uint8)
             for slot, blocks in zip(case.slots, case.chunks, strict=True):
                 expected[slot : slot + case.chunk_nbytes] = list(case.engine.chunk(blocks))
@@ -139,10 +143,12 @@ class DeviceContract:
             case.engine.stamp(b"source")
             wanted = [case.engine.chunk(blocks) for blocks in case.chunks]
             everything = range(len(case.chunks))
-            checksums = rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, everything)
+            checksums = rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, everything, always)
             case.engine.fill(GUARD)
             plan = case.plan(Direction.SCATTER, targets, num_skipped)
-            assert rig.device.scatter(plan, case.engine.bases, everything, checksums) == [True] * len(case.chunks)
+            assert rig.device.scatter(plan, case.engine.bases, everything, checksums, always) == [True] * len(
+                case.chunks
+            )
             expected = [np.full(len(array), GUARD, dtype=np.uint8) for array in case.engine.arrays]
             for number, (blocks, chunk) in enumerate(zip(targets, wanted, strict=True)):
                 places = chunk_places(case.engine.laid.group, blocks)
@@ -159,11 +165,12 @@ class DeviceContract:
             num = len(case.chunks)
             cuts = sorted({0, num, *data.draw(st.lists(st.integers(0, num), max_size=2))})
             case.engine.stamp(b"ranges")
-            whole = rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, range(num))
+            whole = rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, range(num), always)
             pool = rig.pool.copy()
             rig.pool[:] = GUARD
             parts = [
-                rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, range(*cut)) for cut in pairwise(cuts)
+                rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, range(*cut), always)
+                for cut in pairwise(cuts)
             ]
             assert [checksum for part in parts for checksum in part] == whole
             for slot in case.slots:
@@ -172,10 +179,36 @@ class DeviceContract:
             case.engine.fill(GUARD)
             plan = case.plan(Direction.SCATTER)
             for start, end in pairwise(cuts):
-                found = rig.device.scatter(plan, case.engine.bases, range(start, end), whole[start:end])
+                found = rig.device.scatter(plan, case.engine.bases, range(start, end), whole[start:end], always)
                 assert found == [True] * (end - start)
             for blocks in case.chunks:
                 assert case.engine.chunk(blocks) == chunk_bytes(case.engine.laid.group, blocks, wanted)
+
+    @settings(max_examples=30)
+    @given(st.data())
+    def test_a_copy_ends_where_it_is_told(self, rig: Rig, data: st.DataObject):
+        """A copy that may not go on returns what became of its first chunks; the others can be copied later."""
+        with drawn_case(rig, data) as case:
+            num = len(case.chunks)
+            case.engine.stamp(b"interrupted")
+            wanted = [case.engine.chunk(blocks) for blocks in case.chunks]
+            permits = iter(range(data.draw(st.integers(0, num))))
+
+            def go_on() -> bool:
+                return next(permits, None) is not None
+
+            gather = partial(rig.device.gather, case.plan(Direction.GATHER), case.engine.bases)
+            checksums = gather(range(num), go_on)
+            checksums += gather(range(len(checksums), num), always)
+            assert checksums == gather(range(num), always)
+            case.engine.fill(GUARD)
+            permits = iter(range(data.draw(st.integers(0, num))))
+            scatter = partial(rig.device.scatter, case.plan(Direction.SCATTER), case.engine.bases)
+            found = scatter(range(num), checksums, go_on)
+            assert [case.engine.chunk(blocks) for blocks in case.chunks[: len(found)]] == wanted[: len(found)]
+            found += scatter(range(len(found), num), checksums[len(found) :], always)
+            assert found == [True] * num
+            assert [case.engine.chunk(blocks) for blocks in case.chunks] == wanted
 
     @settings(max_examples=50)
     @given(st.data())
@@ -189,7 +222,7 @@ class DeviceContract:
             case.engine.stamp(b"right")
             everything = range(len(case.chunks))
             wanted = [case.engine.chunk(blocks) for blocks in case.chunks]
-            checksums = rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, everything)
+            checksums = rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, everything, always)
             bad = data.draw(st.integers(0, len(case.chunks) - 1), label="bad chunk")
             place = data.draw(st.integers(0, case.chunk_nbytes - 1), label="bad byte")
             right = wanted[bad][place]
@@ -197,7 +230,7 @@ class DeviceContract:
             rig.pool[case.slots[bad] + place] = wrong
             case.engine.fill(GUARD)
             plan = case.plan(Direction.SCATTER, num_skipped=num_skipped)
-            found = rig.device.scatter(plan, case.engine.bases, everything, checksums)
+            found = rig.device.scatter(plan, case.engine.bases, everything, checksums, always)
             assert found == [number != bad for number in everything]
             after = case.engine.chunk(case.chunks[bad])
             assert all(value in (GUARD, expected) for value, expected in zip(after, wanted[bad], strict=True))
@@ -211,13 +244,15 @@ class DeviceContract:
         """A checksum is of bytes in their order: a chunk in which two bytes are exchanged does not match."""
         with drawn_case(rig, data) as case:
             case.engine.stamp(b"order")
-            checksums = rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, range(len(case.chunks)))
+            checksums = rig.device.gather(
+                case.plan(Direction.GATHER), case.engine.bases, range(len(case.chunks)), always
+            )
             slot = case.slots[0]
             first, second = sorted(data.draw(st.tuples(*[st.integers(0, case.chunk_nbytes - 1)] * 2)))
             pair = rig.pool[[slot + first, slot + second]]
             rig.pool[[slot + second, slot + first]] = pair
             plan = case.plan(Direction.SCATTER)
-            found = rig.device.scatter(plan, case.engine.bases, range(1), checksums[:1])
+            found = rig.device.scatter(plan, case.engine.bases, range(1), checksums[:1], always)
             assert found == [bool(pair[0] == pair[1])]
 
     @settings(max_examples=15)
@@ -238,13 +273,15 @@ class DeviceContract:
             writer.stamp(b"writer")
             given_blocks, taken_blocks = list(range(ratio)), [1]
             case = Case(writer, [given_blocks], [4096])
-            checksums = rig.device.gather(case.plan(Direction.GATHER), writer.bases, range(1))
+            checksums = rig.device.gather(case.plan(Direction.GATHER), writer.bases, range(1), always)
             other = Case(reader, [taken_blocks], [4096])
             assert other.chunk_nbytes == case.chunk_nbytes
-            assert rig.device.scatter(other.plan(Direction.SCATTER), reader.bases, range(1), checksums) == [True]
-            assert rig.device.gather(other.plan(Direction.GATHER), reader.bases, range(1)) == checksums
+            assert rig.device.scatter(other.plan(Direction.SCATTER), reader.bases, range(1), checksums, always) == [
+                True
+            ]
+            assert rig.device.gather(other.plan(Direction.GATHER), reader.bases, range(1), always) == checksums
             slot = rig.pool[4096 : 4096 + case.chunk_nbytes].copy()
-            rig.device.gather(case.plan(Direction.GATHER), writer.bases, range(1))
+            rig.device.gather(case.plan(Direction.GATHER), writer.bases, range(1), always)
             assert np.array_equal(rig.pool[4096 : 4096 + case.chunk_nbytes], slot)
 
     @pytest.mark.parametrize("lay", [*SAME_BYTES.values(), opaque], ids=lambda lay: lay.__name__)
@@ -255,9 +292,12 @@ class DeviceContract:
             engine.stamp(b"large")
             case = Case(engine, [[3, 1, 4], [5, 9, 2]], [0, 2 * MIB])
             before = [array.copy() for array in engine.arrays]
-            checksums = rig.device.gather(case.plan(Direction.GATHER), engine.bases, range(2))
+            checksums = rig.device.gather(case.plan(Direction.GATHER), engine.bases, range(2), always)
             engine.fill(GUARD)
-            assert rig.device.scatter(case.plan(Direction.SCATTER), engine.bases, range(2), checksums) == [True, True]
+            assert rig.device.scatter(case.plan(Direction.SCATTER), engine.bases, range(2), checksums, always) == [
+                True,
+                True,
+            ]
             block_nbytes = laid.group.block_nbytes
             changed = [np.flatnonzero(array != GUARD) for array in engine.arrays]
             assert all(np.array_equal(a[at], b[at]) for a, b, at in zip(engine.arrays, before, changed, strict=True))
@@ -265,7 +305,7 @@ class DeviceContract:
             for place in (0, case.chunk_nbytes // 2, case.chunk_nbytes - 1):
                 rig.pool[2 * MIB + place] ^= 1
                 engine.fill(GUARD)
-                found = rig.device.scatter(case.plan(Direction.SCATTER), engine.bases, range(2), checksums)
+                found = rig.device.scatter(case.plan(Direction.SCATTER), engine.bases, range(2), checksums, always)
                 assert found == [True, False]
                 for after, right in zip(engine.arrays, before, strict=True):
                     assert np.all((after == GUARD) | (after == right))
@@ -277,7 +317,7 @@ class DeviceContract:
             case = Case(engine, [[2]], [0])
             for name in (b"one", b"two"):
                 engine.stamp(name)
-                rig.device.gather(case.plan(Direction.GATHER), engine.bases, range(1))
+                rig.device.gather(case.plan(Direction.GATHER), engine.bases, range(1), always)
                 assert bytes(rig.pool[: case.chunk_nbytes]) == engine.chunk([2])
 
     def test_memory_of_another_kind_is_refused(self, rig: Rig):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from kvist.device.base import GoOn
 from kvist.device.host import HostDevice
 from kvist.errors import Overloaded
 from kvist.index.eviction import LeastRecentlyUsed
@@ -26,6 +27,11 @@ from tests.support.layouts import ChunkMap, Laid
 from tests.support.memory import GUARD, SharedMemory
 
 LEASE_TTL_S = 10.0
+
+
+def always() -> bool:
+    """Let a copy go on to its end."""
+    return True
 
 
 class WatchedDevice(HostDevice):
@@ -44,17 +50,19 @@ class WatchedDevice(HostDevice):
         self.open.remove(address)
         super().close_memory(address, nbytes)
 
-    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range) -> list[bytes]:
+    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
         assert self.open.issuperset(bases)
-        return super().gather(plan, bases, chunks)
+        return super().gather(plan, bases, chunks, go_on)
 
-    def scatter(self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes]) -> list[bool]:
+    def scatter(
+        self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes], go_on: GoOn
+    ) -> list[bool]:
         assert self.open.issuperset(bases)
-        return super().scatter(plan, bases, chunks, checksums)
+        return super().scatter(plan, bases, chunks, checksums, go_on)
 
 
 class SteppedExecutor:
-    """Keeps an executor's laws, a chunk a slice, on the caller's thread."""
+    """Keeps an executor's laws, a chunk a step, on the caller's thread."""
 
     def __init__(self, device: WatchedDevice, clock: Callable[[], float], *, queue_max: int) -> None:
         self._device = device
@@ -64,7 +72,7 @@ class SteppedExecutor:
         self.jobs: list[Job] = []
         self.newest: Job | None = None
         self.is_breaking = False
-        """The next slice fails."""
+        """The next step fails."""
 
     @property
     def is_busy(self) -> bool:
@@ -83,7 +91,7 @@ class SteppedExecutor:
         self.calls.append(function)
 
     def step(self) -> None:
-        """Run one call, or one slice of the oldest load, or of the oldest store where there is no load."""
+        """Run one call, or one chunk of the oldest load, or of the oldest store where there is no load."""
         if self.calls:
             self.calls.popleft()()
         elif self.jobs:
@@ -97,11 +105,11 @@ class SteppedExecutor:
         if not is_over:
             chunks = range(job.num_done, job.num_done + 1)
             if job.plan.direction is Direction.GATHER:
-                job.checksums += self._device.gather(job.plan, job.bases, chunks)
-            elif self._device.scatter(job.plan, job.bases, chunks, job.checksums[job.num_done : chunks.stop]) == [
-                False
-            ]:
-                job.failed.append(job.num_done)
+                job.checksums += self._device.gather(job.plan, job.bases, chunks, always)
+            else:
+                expected = job.checksums[job.num_done : chunks.stop]
+                if self._device.scatter(job.plan, job.bases, chunks, expected, always) == [False]:
+                    job.failed.append(job.num_done)
             job.num_done += 1
         if is_over or job.num_done == job.plan.num_chunks:
             self.jobs.remove(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -19,7 +20,11 @@ _UNSENT_NBYTES_MAX: Final = 16 * MIB
 _READ_NBYTES: Final = 64 * 1024
 _FLUSH_S: Final = 0.1
 """How long a registration waits for the hello before it to go out."""
+_TIMEOUT_STEP_S: Final = 0.005
+_AT_ONCE: Final = int(socket.MSG_DONTWAIT)
+"""A plain integer: arithmetic on Python's flag types costs several microseconds."""
 _UCRED: Final = struct.Struct("3i")
+_TIMEVAL: Final = struct.Struct("@ll")
 
 
 class Connection:
@@ -48,8 +53,10 @@ class Connection:
         self._unsent = bytearray()
         self._scratch = memoryview(bytearray(_READ_NBYTES))
         self._is_finished = False
-        self._poll = select.poll()
-        self._poll.register(self._socket, select.POLLIN)
+        # The kernel waits in ``recv`` itself, which spares every exchange a ``poll``; all else is sent and read without
+        # waiting, flag by flag.
+        self._socket.settimeout(None)
+        self._receive_timeout_s = 0.0
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send now what the kernel takes, and the rest with later calls; ``fds`` go with the first byte.
@@ -75,11 +82,13 @@ class Connection:
             Unreachable: the daemon is gone; all that it sent before has been yielded.
             ProtocolError: what came is no reply.
         """
-        if timeout_s > 0 or self._unsent:
-            self._wait(timeout_s)
+        if self._unsent:
+            self._wait_writing(timeout_s)
+            timeout_s = 0.0
+        flags = self._set_timeout(timeout_s)
         while True:
             try:
-                num_read = self._socket.recv_into(self._scratch)
+                num_read = self._socket.recv_into(self._scratch, 0, flags)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -90,6 +99,7 @@ class Connection:
                 yield decode_reply(frame.body)
             if num_read < _READ_NBYTES:
                 return
+            flags = _AT_ONCE
 
     def finish(self) -> None:
         """Send and heed nothing more; ``receive`` raises when the daemon has closed its end. Idempotent."""
@@ -102,24 +112,34 @@ class Connection:
         """Close the socket. Idempotent."""
         self._socket.close()
 
-    def _wait(self, timeout_s: float) -> None:
-        if not self._unsent:
-            self._poll.poll(timeout_s * 1000)
-            return
+    def _set_timeout(self, timeout_s: float) -> int:
+        """Let the next ``recv`` wait so long, a little longer where that spares a call; return its flags."""
+        if timeout_s <= 0:
+            return _AT_ONCE
+        steps = math.ceil(timeout_s / _TIMEOUT_STEP_S)
+        if steps * _TIMEOUT_STEP_S != self._receive_timeout_s:
+            self._receive_timeout_s = steps * _TIMEOUT_STEP_S
+            seconds, steps = divmod(steps, round(1 / _TIMEOUT_STEP_S))
+            value = _TIMEVAL.pack(seconds, round(steps * _TIMEOUT_STEP_S * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+        return 0
+
+    def _wait_writing(self, timeout_s: float) -> None:
+        """Send what is unsent, as far as the daemon reads within ``timeout_s``; return early when it writes."""
         self._flush()
-        self._poll.modify(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
-        self._poll.poll(timeout_s * 1000)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        poll.poll(timeout_s * 1000)
         self._flush()
-        self._poll.modify(self._socket, select.POLLIN)
 
     def _send_with_fds(self, frame: bytes, fds: Sequence[int]) -> None:
         """Send a frame whose descriptors must travel with its own first byte, so nothing may be queued before it."""
         if self._unsent:
-            self._wait(_FLUSH_S)
+            self._wait_writing(_FLUSH_S)
         if self._unsent:
             raise Overloaded(f"{len(self._unsent)} bytes to the daemon are unsent")
         try:
-            sent = socket.send_fds(self._socket, [frame], list(fds))
+            sent = socket.send_fds(self._socket, [frame], list(fds), _AT_ONCE)
         except BlockingIOError as error:
             raise Overloaded(f"the daemon does not read: {error}") from error
         except OSError as error:
@@ -132,7 +152,7 @@ class Connection:
 
     def _send_now(self, data: bytes | bytearray) -> int:
         try:
-            return self._socket.send(data)
+            return self._socket.send(data, _AT_ONCE)
         except BlockingIOError:
             return 0
         except OSError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvist.model.handles import MemoryHandle
 from kvist.model.transfer import CopyPlan
+
+GoOn = Callable[[], bool]
+"""Asked between chunks, on any thread: whether a copy may begin another one."""
 
 
 class Device(Protocol):
@@ -30,18 +33,22 @@ class Device(Protocol):
         """Unmap what ``open_memory`` returned. The caller guarantees that no copy on it is running or will."""
         ...
 
-    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range) -> list[bytes]:
-        """Copy the blocks of some of a plan's chunks into their slots; return a checksum of each.
+    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
+        """Copy the blocks of some of a plan's chunks into their slots; return a checksum of each that was copied.
 
         A checksum is of the device's own making and depends on the canonical bytes and their order alone.
 
         ``bases`` holds the address of each allocation that the plan's planes name. All bytes have landed on return.
+        Where ``go_on`` says no, the copy ends early: what is returned is of the first of ``chunks``.
         """
         ...
 
-    def scatter(self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes]) -> list[bool]:
+    def scatter(
+        self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes], go_on: GoOn
+    ) -> list[bool]:
         """Copy slots into the blocks of some of a plan's chunks; return which of them are as their checksums say.
 
         The blocks of a chunk that is not must not be used. The plan's skipped blocks are verified and not written.
+        Where ``go_on`` says no, the copy ends early, as in ``gather``.
         """
         ...

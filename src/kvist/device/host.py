@@ -13,12 +13,14 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import lru_cache
+from itertools import takewhile
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 from xxhash import xxh3_64_digest
 
 from kvist.device import libc
+from kvist.device.base import GoOn
 from kvist.device.libc import copy_memory
 from kvist.device.runs import chunk_pattern
 from kvist.errors import LayoutError
@@ -72,12 +74,14 @@ class HostDevice:
     def close_memory(self, address: int, nbytes: int) -> None:
         libc.unmap(address, nbytes)
 
-    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range) -> list[bytes]:
+    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
         pieces, addresses = _spell_out(plan, bases, chunks)
         slots = plan.slot_offsets[chunks.start : chunks.stop].tolist()
-        return self._map(lambda index: self._gather_chunk(slots[index], pieces, addresses[index]), len(chunks))
+        return self._map(lambda index: self._gather_chunk(slots[index], pieces, addresses[index]), len(chunks), go_on)
 
-    def scatter(self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes]) -> list[bool]:
+    def scatter(
+        self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes], go_on: GoOn
+    ) -> list[bool]:
         pieces, addresses = _spell_out(plan, bases, chunks)
         slots = plan.slot_offsets[chunks.start : chunks.stop].tolist()
 
@@ -85,20 +89,20 @@ class HostDevice:
             num_skipped_blocks = plan.num_skipped_blocks if chunks[index] == 0 else 0
             return self._scatter_chunk(slots[index], pieces, addresses[index], checksums[index], num_skipped_blocks)
 
-        return self._map(copy, len(chunks))
+        return self._map(copy, len(chunks), go_on)
 
     def close(self) -> None:
         """Join the copy threads."""
         if self._threads is not None:
             self._threads.shutdown()
 
-    def _map(self, copy: Callable[[int], _Result], num_chunks: int) -> list[_Result]:
+    def _map(self, copy: Callable[[int], _Result], num_chunks: int, go_on: GoOn) -> list[_Result]:
         """Copy chunks on this thread and the others, each taking the next one when it is done with one."""
         results: dict[int, _Result] = {}
-        waiting = iter(range(num_chunks))  # Taking from it is one step under the interpreter lock.
+        numbers = iter(range(num_chunks))  # Taking from it is one step under the interpreter lock.
 
         def work() -> None:
-            for index in waiting:
+            for index in takewhile(lambda _: go_on(), numbers):
                 results[index] = copy(index)
 
         helpers = [self._threads.submit(work) for _ in range(self._num_helpers)] if self._threads else []
@@ -108,7 +112,7 @@ class HostDevice:
             wait(helpers)  # No byte may move after this call, whatever failed.
         for helper in helpers:
             helper.result()
-        return [results[index] for index in range(num_chunks)]
+        return [results[index] for index in takewhile(results.__contains__, range(num_chunks))]
 
     def _gather_chunk(self, slot: int, pieces: Sequence[Piece], addresses: Sequence[int]) -> bytes:
         slot_address = self._pool_address + slot

@@ -70,7 +70,7 @@ class Session:
         return self.on_closed is not None
 
     def cancel(self) -> None:
-        """Let no further slice of this session's copies begin."""
+        """Let no further chunk of this session's copies begin."""
         for job in self.jobs:
             job.is_cancelled = True
 

@@ -53,7 +53,7 @@ class Transport:
         self.service = service
         self.boot_id = boot_id
         self.limits = limits
-        self.scratch = bytearray(_READ_NBYTES)
+        self.scratch = memoryview(bytearray(_READ_NBYTES))
         self._allowed = {os.getuid(), 0, *allow_uids}
         self._sessions_max = sessions_max
         self._path = path
@@ -130,6 +130,11 @@ class _Connection:
         """The loop calls ``_flush`` when the peer reads."""
         loop.add_reader(sock, self._on_readable)
 
+    @property
+    def _is_registered(self) -> bool:
+        """Descriptors have no place on this connection any more."""
+        return self._session is not None and self._session.registration is not None
+
     def close(self, reason: str) -> None:
         """Read nothing more; close the socket when the session has ended. Idempotent."""
         if self._is_closing:
@@ -157,26 +162,38 @@ class _Connection:
 
     def _on_readable(self) -> None:
         try:
-            nbytes, control, flags, _ = self._sock.recvmsg_into([self._transport.scratch], _CONTROL_NBYTES, _CLOEXEC)
+            nbytes = self._receive()
         except BlockingIOError:
             return None
-        except OSError as error:
+        except (OSError, ProtocolError) as error:
             return self.close(str(error))
-        for level, kind, data in control:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._fds += array.array("i", data[: len(data) & ~3])
         if not nbytes:
             return self.close("end of stream")
-        if flags & _TRUNCATED:
-            return self.close("descriptors were lost")
         try:
-            self._take(memoryview(self._transport.scratch)[:nbytes])
+            self._take(self._transport.scratch[:nbytes])
         except ProtocolError as error:
             self._refuse_and_close(0, "protocol", error)
         except Exception as error:  # The connection's one boundary: its fault ends it, and the daemon goes on.
             logger.exception("fault while serving pid=%d", self._peer.pid)
             self._refuse_and_close(0, "fault", ProtocolError(f"the daemon has a fault: {error!r}"))
         return None
+
+    def _receive(self) -> int:
+        """Read into the scratch buffer; return how many bytes.
+
+        Raises:
+            ProtocolError: descriptors were lost on the way.
+        """
+        if self._is_registered:
+            # No descriptor can belong here any more; the kernel closes those that come. Several microseconds less.
+            return self._sock.recv_into(self._transport.scratch)
+        nbytes, control, flags, _ = self._sock.recvmsg_into([self._transport.scratch], _CONTROL_NBYTES, _CLOEXEC)
+        for level, kind, data in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds += array.array("i", data[: len(data) & ~3])
+        if flags & _TRUNCATED:
+            raise ProtocolError(f"descriptors of {self._peer.pid} were lost; {len(self._fds)} have come")
+        return nbytes
 
     def _take(self, data: memoryview) -> None:
         for frame in self._reader.feed(data):
@@ -187,16 +204,18 @@ class _Connection:
         if len(self._fds) > (FDS_MAX if self._reader.is_inside_frame else 0):
             raise ProtocolError(f"{len(self._fds)} descriptors that no frame owns")
 
-    def _on_frame(self, body: bytes, num_fds: int) -> None:
+    def _on_frame(self, body: bytes | memoryview, num_fds: int) -> None:
+        if not num_fds or self._is_registered:
+            return self._on_request(body, num_fds, ())
         if num_fds > len(self._fds):
             raise ProtocolError(f"a frame owns {num_fds} descriptors and {len(self._fds)} have come")
         fds, self._fds = self._fds[:num_fds], self._fds[num_fds:]
         try:
-            self._on_request(body, fds)
+            return self._on_request(body, num_fds, fds)
         finally:
             close_all(fds)
 
-    def _on_request(self, body: bytes, fds: Sequence[int]) -> None:
+    def _on_request(self, body: bytes | memoryview, num_fds: int, fds: Sequence[int]) -> None:
         try:
             request = decode_request(body)
         except Malformed as error:
@@ -205,8 +224,8 @@ class _Connection:
             return self.send(wire.Error(request_id(body), error.code, str(error)))
         if self._session is None:
             return self._on_hello(request)
-        if fds and not isinstance(request, wire.Register):
-            raise ProtocolError(f"{len(fds)} descriptors with a {type(request).__name__}")
+        if num_fds and not isinstance(request, wire.Register):
+            raise ProtocolError(f"{num_fds} descriptors with a {type(request).__name__}")
         reply = self._transport.service.handle(self._session, request, fds)
         if reply is not None:
             self.send(reply)

@@ -1,7 +1,7 @@
 """One thread per device: the only place from which bytes are moved.
 
-The laws: loads overtake queued stores, between slices of a bounded size; a job that was cancelled or is past its
-deadline begins no further slice; every job is completed exactly once, and only after its last byte has landed, so
+The laws: a load overtakes every store that it finds, between two chunks; a job that was cancelled or is past its
+deadline begins no further chunk; every job is completed exactly once, and only after its last byte has landed, so
 whoever waits for the completion may re-use its blocks, its slots and its mappings.
 """
 
@@ -17,12 +17,8 @@ from dataclasses import dataclass, field
 from kvist.device.base import Device
 from kvist.errors import Overloaded
 from kvist.model.transfer import CopyPlan, Direction
-from kvist.units import MIB
 
 logger = logging.getLogger(__name__)
-
-SLICE_NBYTES = 128 * MIB
-"""A load waits for at most one such slice of a store."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +79,7 @@ class Executor:
             self._changed.notify()
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run ``function`` on the device's thread before any further slice. It must not raise."""
+        """Run ``function`` on the device's thread before any further chunk. It must not raise."""
         with self._changed:
             assert not self._is_closing
             self._calls.append(function)
@@ -116,11 +112,11 @@ class Executor:
             logger.exception("call failed device=%s", self._device.kind)
 
     def _advance(self, job: Job, queue: deque[Job]) -> None:
-        """Copy a job's next slice; complete the job if that was the last."""
-        is_over = job.is_cancelled or (job.deadline is not None and time.monotonic() > job.deadline)
+        """Copy as much of a job as may be copied now; complete it if that was the rest."""
+        is_over = _is_over(job)
         if not is_over:
             try:
-                self._copy_slice(job)
+                self._copy(job)
             except Exception:  # The thread's one boundary: a job that fails is incomplete, the thread goes on.
                 logger.exception("copy failed direction=%s chunks=%d", job.plan.direction.value, job.plan.num_chunks)
                 is_over = True
@@ -129,14 +125,21 @@ class Executor:
                 queue.remove(job)
             job.on_done(job)
 
-    def _copy_slice(self, job: Job) -> None:
+    def _copy(self, job: Job) -> None:
         plan = job.plan
-        num = max(1, SLICE_NBYTES // plan.chunk_nbytes)
-        chunks = range(job.num_done, min(job.num_done + num, plan.num_chunks))
+        chunks = range(job.num_done, plan.num_chunks)
         if plan.direction is Direction.GATHER:
-            job.checksums += self._device.gather(plan, job.bases, chunks)
-        else:
-            expected = job.checksums[chunks.start : chunks.stop]
-            is_right = self._device.scatter(plan, job.bases, chunks, expected)
-            job.failed += [chunk for chunk, right in zip(chunks, is_right, strict=True) if not right]
-        job.num_done = chunks.stop
+            checksums = self._device.gather(
+                plan, job.bases, chunks, lambda: not (_is_over(job) or self._calls or self._loads)
+            )
+            job.checksums += checksums
+            job.num_done += len(checksums)
+            return
+        expected = job.checksums[chunks.start :]
+        is_right = self._device.scatter(plan, job.bases, chunks, expected, lambda: not (_is_over(job) or self._calls))
+        job.failed += [chunk for chunk, right in zip(chunks, is_right, strict=False) if not right]
+        job.num_done += len(is_right)
+
+
+def _is_over(job: Job) -> bool:
+    return job.is_cancelled or (job.deadline is not None and time.monotonic() > job.deadline)

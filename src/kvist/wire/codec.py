@@ -32,7 +32,7 @@ _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 class Frame(NamedTuple):
     """One undecoded message."""
 
-    body: bytes
+    body: bytes | memoryview
     num_fds: int
 
 
@@ -50,7 +50,7 @@ def encode(message: Request | Reply, *, num_fds: int = 0) -> bytes:
     return _HEADER.pack(_MAGIC, num_fds, len(body)) + body
 
 
-def decode_request(body: bytes) -> Request:
+def decode_request(body: bytes | memoryview) -> Request:
     """Decode a frame's body on the daemon's side.
 
     Raises:
@@ -62,7 +62,7 @@ def decode_request(body: bytes) -> Request:
         raise Malformed(f"no valid request: {error}") from error
 
 
-def decode_reply(body: bytes) -> Reply:
+def decode_reply(body: bytes | memoryview) -> Reply:
     """Decode a frame's body on the engine's side.
 
     Raises:
@@ -74,7 +74,7 @@ def decode_reply(body: bytes) -> Reply:
         raise ProtocolError(f"no valid reply: {error}") from error
 
 
-def request_id(body: bytes) -> int:
+def request_id(body: bytes | memoryview) -> int:
     """Return the id of a request that does not decode, as far as it can be read; 0 if it cannot."""
     try:
         raw = msgspec.msgpack.decode(body)
@@ -99,11 +99,14 @@ class FrameReader:
         return bool(self._buffer)
 
     def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
-        """Add received bytes and yield every frame that is complete now.
+        """Add received bytes and yield every frame that is complete now; a frame is valid until the next is asked for.
 
         Raises:
             ProtocolError: the stream is no kvist stream, or announces a frame over the limit.
         """
+        if not self._buffer and (frame := self._whole(data)) is not None:
+            yield frame
+            return
         self._buffer += data
         while len(self._buffer) >= _HEADER_NBYTES:
             magic, num_fds, nbytes = _HEADER.unpack_from(self._buffer)
@@ -119,3 +122,11 @@ class FrameReader:
             body = bytes(self._buffer[_HEADER_NBYTES:end])
             del self._buffer[:end]
             yield Frame(body, num_fds)
+
+    def _whole(self, data: bytes | memoryview) -> Frame | None:
+        """Return the frame that ``data`` is, from its first byte to its last: by far the most frequent case."""
+        if not _HEADER_NBYTES <= len(data) <= _HEADER_NBYTES + self._frame_nbytes_max:
+            return None
+        magic, num_fds, nbytes = _HEADER.unpack_from(data)
+        is_whole = magic == _MAGIC and len(data) == _HEADER_NBYTES + nbytes and num_fds <= FDS_MAX
+        return Frame(data[_HEADER_NBYTES:], num_fds) if is_whole else None
