@@ -41,7 +41,9 @@ def daemon(pool: str) -> Iterator[tuple[str, int]]:
         with open(f"{folder}/log", "wb") as log:
             process = subprocess.Popen(command, stderr=log)
         try:
-            wait_until(lambda: os.path.exists(socket), 120)
+            wait_until(lambda: os.path.exists(socket) or process.poll() is not None, 120)
+            if process.poll() is not None:
+                raise SystemExit(Path(f"{folder}/log").read_text())
             yield socket, process.pid
         finally:
             if process.poll() is None:

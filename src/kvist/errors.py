@@ -3,6 +3,7 @@
 * KvistError
   + ConfigError             the operator gave us something that we cannot run with
   + LayoutError             a KV layout does not describe real, disjoint memory, or is of a kind not served
+  + DeviceError             an accelerator, or the software that reaches it, fails or is missing
   + KeyInvalid              something cannot be part of a key: too long, out of range
   + ProtocolError           a peer broke the wire contract; its connection is closed
     - VersionMismatch       the two ends do not share a protocol version
@@ -40,6 +41,10 @@ class ConfigError(KvistError):
 
 class LayoutError(KvistError):
     """A KV layout is inconsistent with the memory that it claims to describe."""
+
+
+class DeviceError(KvistError):
+    """An accelerator, or the software that reaches it, fails or is missing."""
 
 
 class KeyInvalid(KvistError):

@@ -42,7 +42,7 @@ class PeerMemory(Protocol):
     """An allocation as an engine owns it, seen from the test."""
 
     handle: MemoryHandle
-    fd: int
+    fds: Sequence[int]
     bytes: Bytes
 
     def close(self) -> None:
@@ -55,6 +55,8 @@ class Rig(Protocol):
 
     device: Device
     pool: Bytes
+    writes_only_what_is_right: bool
+    """Bytes are verified before they are written; else their chunk is only named."""
 
     def allocate(self, nbytes: int) -> PeerMemory:
         """Return new memory, which the caller closes."""
@@ -233,7 +235,8 @@ class DeviceContract:
             found = rig.device.scatter(plan, case.engine.bases, everything, checksums, always)
             assert found == [number != bad for number in everything]
             after = case.engine.chunk(case.chunks[bad])
-            assert all(value in (GUARD, expected) for value, expected in zip(after, wanted[bad], strict=True))
+            if rig.writes_only_what_is_right:
+                assert all(value in (GUARD, expected) for value, expected in zip(after, wanted[bad], strict=True))
             for number in everything:
                 if number not in (0, bad):
                     assert case.engine.chunk(case.chunks[number]) == wanted[number]
@@ -307,8 +310,9 @@ class DeviceContract:
                 engine.fill(GUARD)
                 found = rig.device.scatter(case.plan(Direction.SCATTER), engine.bases, range(2), checksums, always)
                 assert found == [True, False]
-                for after, right in zip(engine.arrays, before, strict=True):
-                    assert np.all((after == GUARD) | (after == right))
+                if rig.writes_only_what_is_right:
+                    for after, right in zip(engine.arrays, before, strict=True):
+                        assert np.all((after == GUARD) | (after == right))
                 rig.pool[2 * MIB + place] ^= 1
 
     def test_live_memory_is_read(self, rig: Rig):
@@ -324,13 +328,13 @@ class DeviceContract:
         """A handle of a kind that the device does not open is refused by name."""
         peer = rig.allocate(4096)
         with pytest.raises(LayoutError, match="'abacus'"):
-            rig.device.open_memory(replace(peer.handle, kind="abacus"), peer.fd)
+            rig.device.open_memory(replace(peer.handle, kind="abacus"), peer.fds)
 
     def test_what_was_opened_can_be_opened_again(self, rig: Rig):
         """Open, close, and open anew, many times: nothing is used up."""
         peer = rig.allocate(1 * MIB)
         for _ in range(50):
-            address = rig.device.open_memory(peer.handle, peer.fd)
+            address = rig.device.open_memory(peer.handle, peer.fds)
             rig.device.close_memory(address, peer.handle.nbytes)
 
 
@@ -343,7 +347,7 @@ def opened(rig: Rig, laid: Laid) -> Iterator[Engine]:
             peer = rig.allocate(nbytes)
             stack.callback(peer.close)
             engine.memory.append(peer)
-            engine.bases.append(rig.device.open_memory(peer.handle, peer.fd))
+            engine.bases.append(rig.device.open_memory(peer.handle, peer.fds))
             stack.callback(rig.device.close_memory, engine.bases[-1], peer.handle.nbytes)
         yield engine
 
@@ -373,9 +377,15 @@ class HostMemory(SharedMemory):
     def handle(self) -> MemoryHandle:
         return MemoryHandle("host", self.nbytes)
 
+    @property
+    def fds(self) -> list[int]:
+        return [self.fd]
+
 
 class HostRig:
     """A ``HostDevice`` over a pool of its own."""
+
+    writes_only_what_is_right = True
 
     def __init__(self, num_threads: int) -> None:
         self._memory = SharedMemory(POOL_NBYTES, name="kvist-rig")
@@ -402,7 +412,7 @@ class HostContract(DeviceContract):
     def test_memory_that_could_be_taken_away_is_refused(self, rig: HostRig, seals: int):
         """Without both seals the owner could shrink it under the daemon's feet: refused, with the seals seen."""
         with SharedMemory(8192, seals=seals) as memory, pytest.raises(LayoutError, match=f"its seals are {seals:#x}"):
-            rig.device.open_memory(MemoryHandle("host", 8192), memory.fd)
+            rig.device.open_memory(MemoryHandle("host", 8192), [memory.fd])
 
     def test_memory_that_cannot_be_written_is_refused(self, rig: HostRig):
         """A memfd that is sealed against writing, or came as a read-only descriptor, is refused."""
@@ -411,10 +421,10 @@ class HostContract(DeviceContract):
         read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         with pytest.raises(LayoutError, match="Permission denied"):
-            rig.device.open_memory(MemoryHandle("host", 8192), read_only)
+            rig.device.open_memory(MemoryHandle("host", 8192), [read_only])
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
         with pytest.raises(LayoutError, match="cannot be mapped"):
-            rig.device.open_memory(MemoryHandle("host", 8192), fd)
+            rig.device.open_memory(MemoryHandle("host", 8192), [fd])
         os.close(read_only)
         os.close(fd)
 
@@ -422,8 +432,8 @@ class HostContract(DeviceContract):
         """A handle that claims a byte more than there is is refused with both numbers; one that claims less is not."""
         with SharedMemory(8192) as memory:
             with pytest.raises(LayoutError, match="declared with 8193 bytes and has 8192"):
-                rig.device.open_memory(MemoryHandle("host", 8193), memory.fd)
-            rig.device.close_memory(rig.device.open_memory(MemoryHandle("host", 5000), memory.fd), 5000)
+                rig.device.open_memory(MemoryHandle("host", 8193), [memory.fd])
+            rig.device.close_memory(rig.device.open_memory(MemoryHandle("host", 5000), [memory.fd]), 5000)
 
     def test_what_is_no_memfd_is_refused(self, rig: HostRig, tmp_path):
         """A file, a pipe, a socket, a device, a directory: none can be sealed, so none is mapped."""
@@ -434,7 +444,7 @@ class HostContract(DeviceContract):
             opened_fds = [os.open(path, os.O_RDONLY) for path in paths]
             for fd in (*opened_fds, *pipe, sock.fileno()):
                 with pytest.raises(LayoutError, match="KV memory must be"):
-                    rig.device.open_memory(MemoryHandle("host", 4096), fd)
+                    rig.device.open_memory(MemoryHandle("host", 4096), [fd])
         for fd in (*opened_fds, *pipe):
             os.close(fd)
 
@@ -444,7 +454,7 @@ class HostContract(DeviceContract):
             own = num_mappings(os.getpid(), "kvist-watched")
             fds = num_fds(os.getpid())
             handle = MemoryHandle("host", 64 * KIB)
-            addresses = [rig.device.open_memory(handle, memory.fd) for _ in range(3)]
+            addresses = [rig.device.open_memory(handle, [memory.fd]) for _ in range(3)]
             assert num_mappings(os.getpid(), "kvist-watched") == own + 3
             assert num_fds(os.getpid()) == fds
             os.fstat(memory.fd)
@@ -457,7 +467,7 @@ class HostContract(DeviceContract):
         with SharedMemory(8192, seals=0, name="kvist-watched") as memory:
             own, fds = num_mappings(os.getpid(), "kvist-watched"), num_fds(os.getpid())
             with pytest.raises(LayoutError):
-                rig.device.open_memory(MemoryHandle("host", 8192), memory.fd)
+                rig.device.open_memory(MemoryHandle("host", 8192), [memory.fd])
             assert (num_mappings(os.getpid(), "kvist-watched"), num_fds(os.getpid())) == (own, fds)
 
 

@@ -13,11 +13,12 @@ import numpy as np
 
 from kvist.device.base import GoOn
 from kvist.device.host import HostDevice
-from kvist.errors import Overloaded
+from kvist.errors import LayoutRefused, Overloaded
 from kvist.index.eviction import LeastRecentlyUsed
 from kvist.model.handles import MemoryHandle
 from kvist.model.transfer import CopyPlan, Direction
-from kvist.server.service import CacheService, Lane, Runtime
+from kvist.server.lanes import Lane
+from kvist.server.service import CacheService, Runtime
 from kvist.server.sessions import Peer, Session
 from kvist.storage.slots import SlotAllocator
 from kvist.transfer.executor import Job
@@ -34,6 +35,13 @@ def always() -> bool:
     return True
 
 
+class HostOnly(dict[str, Lane]):
+    """The lanes of a daemon that serves host memory alone."""
+
+    def __missing__(self, name: str) -> Lane:
+        raise LayoutRefused(f"memory on {name!r} is not served; known types: {sorted(self)}")
+
+
 class WatchedDevice(HostDevice):
     """A host device that knows what is open, so that a copy to or from anything else fails the test."""
 
@@ -41,8 +49,8 @@ class WatchedDevice(HostDevice):
         super().__init__(pool.bytes.data, pool.bytes.ctypes.data, num_threads=1)
         self.open: set[int] = set()
 
-    def open_memory(self, handle: MemoryHandle, fd: int) -> int:
-        address = super().open_memory(handle, fd)
+    def open_memory(self, handle: MemoryHandle, fds: Sequence[int]) -> int:
+        address = super().open_memory(handle, fds)
         self.open.add(address)
         return address
 
@@ -130,7 +138,7 @@ class SimulatedDaemon:
         runtime = Runtime(
             pid=os.getpid(), boot_id="boot", post=self.posted.append, clock=lambda: self.now,
             new_id=lambda: next(numbers).to_bytes(16, "big"),
-            lanes={"host": Lane(self.device, self.executor)},  # type: ignore[arg-type]
+            lanes=HostOnly(host=Lane(self.device, self.executor, self.executor)),  # type: ignore[arg-type]
         )  # fmt: skip
         limits = wire.Limits(1 << 20, wire.CHUNKS_MAX, wire.BLOCKS_MAX, requests_max, LEASE_TTL_S)
         self.service = CacheService(

@@ -20,8 +20,8 @@ class Device(Protocol):
         """Which memory handles it opens."""
         ...
 
-    def open_memory(self, handle: MemoryHandle, fd: int) -> int:
-        """Map a peer's allocation and return its address here; the caller keeps and closes ``fd``.
+    def open_memory(self, handle: MemoryHandle, fds: Sequence[int]) -> int:
+        """Map a peer's allocation and return its address here; the caller keeps and closes ``fds``.
 
         Raises:
             LayoutError: the memory is not what the handle says, or could be taken away while it is mapped. Nothing
@@ -48,7 +48,12 @@ class Device(Protocol):
     ) -> list[bool]:
         """Copy slots into the blocks of some of a plan's chunks; return which of them are as their checksums say.
 
-        The blocks of a chunk that is not must not be used. The plan's skipped blocks are verified and not written.
+        The blocks of a chunk that is not must not be used, whatever is in them. The plan's skipped blocks are verified
+        and not written.
         Where ``go_on`` says no, the copy ends early, as in ``gather``.
         """
+        ...
+
+    def close(self) -> None:
+        """Give back what the device holds besides opened memory, of which none is left. Idempotent."""
         ...

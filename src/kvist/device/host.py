@@ -24,7 +24,7 @@ from kvist.device.base import GoOn
 from kvist.device.libc import copy_memory
 from kvist.device.runs import chunk_pattern
 from kvist.errors import LayoutError
-from kvist.model.handles import DEVICE_KIND_HOST, MemoryHandle
+from kvist.model.handles import HOST, MemoryHandle
 from kvist.model.layout import LayerGroup
 from kvist.model.transfer import CopyPlan
 from kvist.units import KIB
@@ -52,11 +52,12 @@ class HostDevice:
 
     @property
     def kind(self) -> str:
-        return DEVICE_KIND_HOST
+        return HOST
 
-    def open_memory(self, handle: MemoryHandle, fd: int) -> int:
-        if handle.kind != DEVICE_KIND_HOST:
-            raise LayoutError(f"memory of kind {handle.kind!r} is not served; known kinds: [{DEVICE_KIND_HOST!r}]")
+    def open_memory(self, handle: MemoryHandle, fds: Sequence[int]) -> int:
+        if handle.kind != HOST:
+            raise LayoutError(f"memory of kind {handle.kind!r} is not served; this device serves {HOST!r}")
+        (fd,) = fds
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             file_nbytes = os.fstat(fd).st_size

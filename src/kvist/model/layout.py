@@ -89,18 +89,28 @@ class LayerPlane:
         """Bytes from the first to behind the last row of one block, gaps included."""
         return self.row_nbytes + sum((count - 1) * stride for count, stride in self._steps()[1:])
 
+    def joined_rows(self) -> tuple[int, tuple[int, int], tuple[int, int]]:
+        """Join neighbouring rows of one block's K or V to runs.
+
+        Returns the bytes of a run, and count and stride of the two steps between runs, outer and inner, in canonical
+        order; a step that is not needed has the count 1 and the stride 0.
+        """
+        nbytes = self.row_nbytes
+        steps = [(self.num_tokens, self.token_stride), (self.num_heads, self.head_stride)]
+        while steps and (steps[-1][0] == 1 or steps[-1][1] == nbytes):
+            nbytes *= steps.pop()[0]
+        outer, inner = [(count, stride if count > 1 else 0) for count, stride in [*steps, (1, 0), (1, 0)][:2]]
+        return nbytes, outer, inner
+
     def runs(self) -> tuple[Int64s, int]:
         """Return where one block's contiguous runs start, and how long each is.
 
         Neighbouring rows are joined. Shape ``[num_kv, runs per kv]``, offsets from the block's first row, in canonical
         order.
         """
-        nbytes = self.row_nbytes
-        inner = [(self.num_tokens, self.token_stride), (self.num_heads, self.head_stride)]
-        while inner and (inner[-1][0] == 1 or inner[-1][1] == nbytes):
-            nbytes *= inner.pop()[0]
+        nbytes, *steps = self.joined_rows()
         starts: Int64s = np.zeros(1, dtype=np.int64)
-        for count, stride in inner:
+        for count, stride in steps:
             starts = (starts[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
         kv = np.arange(self.num_kv, dtype=np.int64) * self.kv_stride
         return kv[:, None] + starts[None, :], nbytes

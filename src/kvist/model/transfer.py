@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from kvist.model.layout import Int64s, LayerGroup
 
+CHUNKS_MAX = 1 << 16
+"""Most chunks of one copy."""
+BLOCKS_MAX = 1 << 20
+"""Most blocks of one copy."""
+
 
 class Direction(enum.Enum):
     """``GATHER`` reads engine blocks into slots; ``SCATTER`` writes slots into engine blocks."""

@@ -19,15 +19,13 @@ from typing import Final
 import uvloop
 
 from kvist import __version__
-from kvist.device.host import HostDevice
 from kvist.index.eviction import LeastRecentlyUsed
-from kvist.model.handles import DEVICE_KIND_HOST
 from kvist.server.config import ServeConfig
-from kvist.server.service import CacheService, Lane, Runtime
+from kvist.server.lanes import DeviceContext, Lanes
+from kvist.server.service import CacheService, Runtime
 from kvist.server.transport import Transport
 from kvist.storage.pool import Pool, open_pool
 from kvist.storage.slots import SlotAllocator
-from kvist.transfer.executor import Executor
 from kvist.units import format_nbytes
 from kvist.wire import messages as wire
 from kvist.wire.codec import FRAME_NBYTES_MAX
@@ -59,8 +57,7 @@ def run(config: ServeConfig, *, on_progress: Callable[[int], None], on_ready: Ca
 
 async def _serve(config: ServeConfig, pool: Pool, on_ready: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
-    device = HostDevice(pool.view, pool.address, num_threads=config.copy_threads)
-    executor = Executor(device, queue_max=config.copies_max)
+    lanes = Lanes(DeviceContext(pool, config.copy_threads), queue_max=config.copies_max)
     boot_id = secrets.token_hex(8)
     limits = wire.Limits(
         frame_nbytes_max=FRAME_NBYTES_MAX, chunks_max=wire.CHUNKS_MAX, blocks_max=wire.BLOCKS_MAX,
@@ -68,7 +65,7 @@ async def _serve(config: ServeConfig, pool: Pool, on_ready: Callable[[], None]) 
     )  # fmt: skip
     runtime = Runtime(
         pid=os.getpid(), boot_id=boot_id, post=lambda call: _post(loop, call), clock=time.monotonic,
-        new_id=lambda: secrets.token_bytes(16), lanes={DEVICE_KIND_HOST: Lane(device, executor)},
+        new_id=lambda: secrets.token_bytes(16), lanes=lanes,
     )  # fmt: skip
     service = CacheService(
         runtime, SlotAllocator(pool.nbytes), LeastRecentlyUsed(), pool_nbytes=pool.nbytes, limits=limits
@@ -80,8 +77,7 @@ async def _serve(config: ServeConfig, pool: Pool, on_ready: Callable[[], None]) 
         )  # fmt: skip
         await _until_signalled(config, service, transport, on_ready)
     finally:
-        executor.close()
-        device.close()
+        lanes.close()
 
 
 async def _until_signalled(

@@ -73,7 +73,10 @@ def parse_layout(request: wire.Register) -> tuple[KVLayout, tuple[MemoryHandle, 
     if num_planes > wire.PLANES_MAX or len(request.memory) > wire.PLANES_MAX:
         raise LayoutRefused(f"{num_planes} planes in {len(request.memory)} allocations; at most {wire.PLANES_MAX}")
     try:
-        handles = tuple(MemoryHandle(spec.kind, spec.nbytes) for spec in request.memory)
+        handles = tuple(
+            MemoryHandle(spec.kind, spec.nbytes, spec.device, spec.payload, tuple(spec.part_nbytes))
+            for spec in request.memory
+        )
         layout = KVLayout(tuple(handle.nbytes for handle in handles), tuple(map(_parse_group, request.groups)))
     except LayoutError as error:
         raise LayoutRefused(str(error)) from error

@@ -12,13 +12,13 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvist.device.base import Device
 from kvist.errors import (
     AlreadyRegistered,
     Draining,
@@ -38,6 +38,7 @@ from kvist.model.handles import MemoryHandle
 from kvist.model.keys import Digest, chunk_keys
 from kvist.model.layout import KVLayout
 from kvist.model.transfer import Direction
+from kvist.server.lanes import Lane
 from kvist.server.parsing import (
     ROWS_MAX,
     check_lookup,
@@ -49,7 +50,7 @@ from kvist.server.parsing import (
 )  # fmt: skip
 from kvist.server.sessions import Peer, Registration, Session, num_registered
 from kvist.storage.slots import SlotAllocator
-from kvist.transfer.executor import Executor, Job
+from kvist.transfer.executor import Job
 from kvist.transfer.plan import plan_copy
 from kvist.wire import messages as wire
 
@@ -57,14 +58,16 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_ROWS_MAX = 1 << 22
 """Most rows of one chunk: what a copy of it costs beyond its bytes."""
+_BLOCK_NBYTES_MAX = 1 << 30
+"""Most bytes of one block: devices count inside a block with 32 bits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """A device, and the executor on whose thread it is used."""
+class SupportsLanes(Protocol):
+    """Finds the lane of a device."""
 
-    device: Device
-    executor: Executor
+    def __getitem__(self, name: str) -> Lane:
+        """Return it, or raise ``LayoutRefused``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,8 @@ class Runtime:
     clock: Callable[[], float]
     new_id: Callable[[], bytes]
     """Unguessable, 16 bytes."""
-    lanes: Mapping[str, Lane]
-    """For each kind of memory."""
+    lanes: SupportsLanes
+    """By the name that a memory handle gives."""
 
 
 class CacheService:
@@ -253,7 +256,7 @@ class CacheService:
         parent_digests = parse_digests(request.parent)
         if len(parent_digests) > 1:
             raise Malformed(f"{len(parent_digests)} digests as one parent")
-        self._lane(registration).executor.check_takes_work()
+        self._lane(registration).stores.check_takes_work()
         found = self._reserve(registration, parent_digests, digests)
         reply = wire.StoreReply(request.id, len(found.reserved), found.num_present, found.num_refused, found.reason)
         if not found.reserved:
@@ -331,11 +334,13 @@ class CacheService:
         if session.registration is not None or session.is_registering:
             raise AlreadyRegistered(f"session {session.id} has registered its KV memory; connect anew to do it again")
         layout, handles = parse_layout(request)
-        if len(fds) != len(handles):
-            raise Malformed(f"{len(handles)} allocations and {len(fds)} file descriptors")
-        kinds = {handle.kind for handle in handles}
-        if len(kinds) != 1 or not kinds <= self._runtime.lanes.keys():
-            raise LayoutRefused(f"memory of kinds {sorted(kinds)}; served are {sorted(self._runtime.lanes)}")
+        lanes = {handle.lane for handle in handles}
+        if len(lanes) != 1:
+            raise LayoutRefused(f"memory on {sorted(lanes)}; one worker's memory lies on one device")
+        lane = self._runtime.lanes[lanes.pop()]
+        num_fds = sum(handle.num_fds for handle in handles)
+        if len(fds) != num_fds:
+            raise Malformed(f"{len(handles)} allocations with {num_fds} file descriptors, and {len(fds)} have come")
         if not 0 <= request.shard < request.num_shards <= ROWS_MAX:
             raise Malformed(f"shard {request.shard} of {request.num_shards}; at most {ROWS_MAX}")
         try:
@@ -345,16 +350,17 @@ class CacheService:
             blocks_per_chunk = layout.groups[0].blocks_per_chunk(request.chunk_tokens)
             self._slots.check_fits(layout.groups[0].block_nbytes * blocks_per_chunk)
             num_rows = layout.groups[0].num_rows * blocks_per_chunk
+            if layout.groups[0].block_nbytes > _BLOCK_NBYTES_MAX:
+                raise LayoutError(f"a block of {layout.groups[0].block_nbytes} bytes; at most {_BLOCK_NBYTES_MAX}")
             if num_rows > _CHUNK_ROWS_MAX:
                 raise LayoutError(f"a chunk of {num_rows} rows is over the limit of {_CHUNK_ROWS_MAX}")
         except LayoutError as error:
             raise LayoutRefused(str(error)) from error
-        self._open_memory(session, request, _Opening(layout, handles, blocks_per_chunk), fds)
+        self._open_memory(session, request, _Opening(lane, layout, handles, blocks_per_chunk), fds)
 
     def _open_memory(self, session: Session, request: wire.Register, opening: _Opening, fds: Sequence[int]) -> None:
         """Map the memory on its device's thread; the reply follows."""
-        lane = self._runtime.lanes[opening.handles[0].kind]
-        own_fds = duplicate_all(fds)
+        lane, own_fds = opening.lane, duplicate_all(fds)
         session.is_registering = True
         session.num_unanswered += 1
 
@@ -362,8 +368,10 @@ class CacheService:
             bases: list[int] = []
             refusal: LayoutRefused | None = None
             try:
-                for handle, fd in zip(opening.handles, own_fds, strict=True):
-                    bases.append(lane.device.open_memory(handle, fd))
+                left = iter(own_fds)
+                for handle in opening.handles:
+                    fds_of_handle = list(itertools.islice(left, handle.num_fds))
+                    bases.append(lane.device.open_memory(handle, fds_of_handle))
             except LayoutError as error:
                 refusal = LayoutRefused(str(error))
                 for handle, base in zip(opening.handles, bases, strict=False):
@@ -375,7 +383,7 @@ class CacheService:
             )  # fmt: skip
             self._runtime.post(lambda: self._registered(session, request.id, registration, refusal))
 
-        lane.executor.call(on_device_thread)
+        lane.loads.call(on_device_thread)
 
     def _registered(
         self, session: Session, request_id: int, registration: Registration | None, refusal: LayoutRefused | None
@@ -417,11 +425,11 @@ class CacheService:
     # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _lane(self, registration: Registration) -> Lane:
-        return self._runtime.lanes[registration.handles[0].kind]
+        return self._runtime.lanes[registration.handles[0].lane]
 
     def _submit(self, session: Session, registration: Registration, job: Job) -> None:
         job.submitted_at = self._runtime.clock()
-        self._lane(registration).executor.submit(job)
+        self._lane(registration).executor(job.plan.direction).submit(job)
         session.jobs.add(job)
         session.num_unanswered += 1
 
@@ -453,7 +461,7 @@ class CacheService:
                 lane.device.close_memory(base, handle.nbytes)
             self._runtime.post(lambda: self._session_closed(session))
 
-        lane.executor.call(on_device_thread)
+        lane.loads.call(on_device_thread)
 
     def _session_closed(self, session: Session) -> None:
         if self._sessions.pop(session.id, None) is not None:
@@ -481,6 +489,7 @@ class _Reservation:
 class _Opening:
     """A registration that is checked and not mapped yet."""
 
+    lane: Lane
     layout: KVLayout
     handles: tuple[MemoryHandle, ...]
     blocks_per_chunk: int

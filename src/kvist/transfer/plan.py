@@ -22,23 +22,24 @@ def parse_block_ids(packed: bytes, group: LayerGroup, *, num_chunks: int, blocks
     """
     if len(packed) % 4:
         raise InvalidBlocks(f"{len(packed)} bytes are no whole number of int32 block ids")
-    ids = np.frombuffer(packed, dtype="<i4").astype(np.int64)
+    ids = np.frombuffer(packed, dtype="<i4")
     if len(ids) != num_chunks * blocks_per_chunk:
         raise InvalidBlocks(
             f"{len(ids)} block ids for {num_chunks} chunks of {blocks_per_chunk} blocks; "
             f"{num_chunks * blocks_per_chunk} are needed"
         )
     if ids.size:
-        lowest, highest = int(ids.min()), int(ids.max())
-        if lowest < 0 or highest >= group.num_blocks:
-            wrong = highest if lowest >= 0 else lowest
+        if int(ids.view("<u4").max()) >= group.num_blocks:  # As unsigned, a negative id is the largest of all.
+            wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise InvalidBlocks(f"block id {wrong} is outside [0, {group.num_blocks})")
-        if group.null_block is not None and (ids == group.null_block).any():
+        is_named = np.zeros(group.num_blocks, dtype=np.bool_)
+        is_named[ids] = True
+        if group.null_block is not None and group.null_block in range(group.num_blocks) and is_named[group.null_block]:
             raise InvalidBlocks(f"block id {group.null_block} is the engine's null block")
-        values, counts = np.unique(ids, return_counts=True)
-        if len(values) != len(ids):
+        if np.count_nonzero(is_named) != len(ids):
+            values, counts = np.unique(ids, return_counts=True)
             raise InvalidBlocks(f"block id {int(values[counts.argmax()])} appears {int(counts.max())} times")
-    return ids.reshape(num_chunks, blocks_per_chunk)
+    return ids.astype(np.int64).reshape(num_chunks, blocks_per_chunk)
 
 
 def plan_copy(

@@ -12,12 +12,11 @@ from typing import Final
 
 import msgspec
 
+from kvist.model.transfer import BLOCKS_MAX as BLOCKS_MAX
+from kvist.model.transfer import CHUNKS_MAX as CHUNKS_MAX
+
 PROTOCOL_VERSION: Final = 1
 MAGIC: Final = "kvist"
-CHUNKS_MAX: Final = 1 << 16
-"""Most digests in one lookup or store."""
-BLOCKS_MAX: Final = 1 << 20
-"""Most block ids in one store or retrieve."""
 PLANES_MAX: Final = 1 << 14
 NAME_CHARS_MAX: Final = 256
 
@@ -60,10 +59,13 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MemorySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``model.handles.MemoryHandle`` on the wire; each owns one file descriptor of its frame."""
+    """``model.handles.MemoryHandle`` on the wire; each owns the next ``num_fds`` file descriptors of its session."""
 
     kind: str
     nbytes: int
+    device: str = ""
+    payload: bytes = b""
+    part_nbytes: list[int] = []
 
 
 class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_fields=True):

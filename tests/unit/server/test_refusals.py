@@ -40,7 +40,11 @@ from tests.support.simulated import SimulatedDaemon, SimulatedEngine
         ({"memory": [wire.MemorySpec("host", 2**63)] * 2}, "layout_refused", str(2**63)),
         ({"memory": [wire.MemorySpec("host", LAID.memory_nbytes[0] - 1)] * 2}, "layout_refused", "ends at byte"),
         ({"memory": [wire.MemorySpec("host", LAID.memory_nbytes[0] + 1)] * 2}, "layout_refused", "declared with"),
-        ({"memory": [wire.MemorySpec("host", LAID.memory_nbytes[0])] * 3}, "malformed", "3 allocations and 2 file"),
+        (
+            {"memory": [wire.MemorySpec("host", LAID.memory_nbytes[0])] * 3},
+            "malformed",
+            "3 allocations with 3 file descriptors, and 2",
+        ),
     ],
     ids=str,
 )

@@ -39,7 +39,7 @@ class ScriptedDevice:
         self._permits = threading.Semaphore(0)
         self._begun = threading.Semaphore(0)
 
-    def open_memory(self, handle: MemoryHandle, fd: int) -> int:
+    def open_memory(self, handle: MemoryHandle, fds: Sequence[int]) -> int:
         raise NotImplementedError
 
     def close_memory(self, address: int, nbytes: int) -> None:

@@ -1,0 +1,162 @@
+"""A stand-in for a GPU engine: KV memory of a real layout, registered with the daemon, and the link's own speed."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common import DEADLINE_S
+from kvist.client.client import Client
+from kvist.device.cuda import driver
+from kvist.device.cuda.export import export_memory
+from kvist.wire import messages as wire
+
+
+@dataclass(frozen=True)
+class GpuLayout:
+    """One allocation a layer, all alike. Bytes."""
+
+    name: str
+    num_layers: int
+    block_tokens: int
+    block_stride: int
+    row_nbytes: int
+    num_kv: int
+    kv_stride: int
+    """0: K and V lie in halves of the allocation."""
+    token_stride: int
+    num_heads: int = 1
+    head_stride: int = 0
+
+    @property
+    def page_nbytes(self) -> int:
+        return self.num_kv * self.block_tokens * self.num_heads * self.row_nbytes
+
+    @property
+    def token_nbytes(self) -> int:
+        return self.num_layers * self.page_nbytes // self.block_tokens
+
+    def planes(self, num_blocks: int) -> list[wire.PlaneSpec]:
+        kv_stride = self.kv_stride or num_blocks * self.block_stride
+        return [
+            wire.PlaneSpec(
+                layer, 0, num_blocks, self.block_stride, self.row_nbytes, self.num_kv,
+                kv_stride if self.num_kv > 1 else 0, self.block_tokens, self.token_stride, self.num_heads,
+                self.head_stride,
+            )
+            for layer in range(self.num_layers)
+        ]  # fmt: skip
+
+
+LLAMA_8B = [
+    GpuLayout("Llama-3-8B NHD, K and V apart", 32, 16, 32_768, 2_048, 2, 0, 2_048),
+    GpuLayout("Llama-3-8B NHD, K and V in a block", 32, 16, 65_536, 2_048, 2, 32_768, 2_048),
+    GpuLayout("Llama-3-8B HND", 32, 16, 65_536, 256, 2, 32_768, 256, 8, 4_096),
+    GpuLayout("Llama-3-8B fused [B, H, N, 2D]", 32, 16, 65_536, 256, 2, 256, 512, 8, 8_192),
+]
+OTHERS = [
+    GpuLayout("one KV head, 80 layers", 80, 16, 8_192, 256, 2, 4_096, 256),
+    GpuLayout("MLA, block 16", 61, 16, 18_432, 1_152, 1, 0, 1_152),
+    GpuLayout("MLA, block 64", 61, 64, 73_728, 1_152, 1, 0, 1_152),
+]
+
+
+class GpuEngine:
+    """GPU memory of a layout, filled with noise, and a client that has registered it."""
+
+    def __init__(self, socket: str, layout: GpuLayout, num_blocks: int, *, chunk_tokens: int, name: str) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._chunk_tokens = chunk_tokens
+        nbytes = layout.page_nbytes * num_blocks
+        noise = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
+        self.memory = []
+        for layer in range(layout.num_layers):
+            self.memory.append(int(driver.call("cuMemAlloc", nbytes)))
+            data = np.roll(noise, layer)
+            driver.call("cuMemcpyHtoD", self.memory[-1], data.ctypes.data, nbytes)
+        self._exported, _ = export_memory([(address, nbytes) for address in self.memory])
+        self.client = Client(socket, engine_id=name, name=name, deadline_s=DEADLINE_S, registrar=self._register)
+        self.client.register(DEADLINE_S)
+
+    def read(self, layer: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """Return the bytes of a layer."""
+        data = np.empty(self.layout.page_nbytes * self.num_blocks, dtype=np.uint8)
+        driver.call("cuMemcpyDtoH", data.ctypes.data, self.memory[layer], data.nbytes)
+        return data
+
+    def clear(self, layer: int) -> None:
+        """Set a layer to zero."""
+        driver.call("cuMemsetD8", self.memory[layer], 0, self.layout.page_nbytes * self.num_blocks)
+
+    def close(self) -> None:
+        """Leave the daemon and free the memory."""
+        self.client.close()
+        for address in self.memory:
+            driver.call("cuMemFree", address)
+
+    def _register(self, number: int) -> tuple[wire.Register, Sequence[int]]:
+        layout = self.layout
+        group = wire.GroupSpec("full", layout.block_tokens, layout.planes(self.num_blocks), 0)
+        memory = [
+            wire.MemorySpec(h.kind, h.nbytes, h.device, h.payload, list(h.part_nbytes))
+            for h in (one.handle for one in self._exported)
+        ]
+        fds = list(itertools.chain.from_iterable(one.fds for one in self._exported))
+        return wire.Register(number, 0, 1, self._chunk_tokens, memory, [group]), fds
+
+
+class Link:
+    """Plain copies between pinned memory and the GPU: the ceiling."""
+
+    def __init__(self, nbytes_max: int) -> None:
+        self._streams = [driver.call("cuStreamCreate", 1) for _ in range(2)]
+        self._host = [int(driver.call("cuMemHostAlloc", nbytes_max, 0)) for _ in range(2)]
+        self._gpu = [int(driver.call("cuMemAlloc", nbytes_max)) for _ in range(2)]
+        self._events = [driver.call("cuEventCreate", 0) for _ in range(4)]
+        for host in self._host:
+            ctypes.memset(host, 1, nbytes_max)
+
+    def out_s(self, nbytes: int) -> float:
+        """Return the seconds of one copy to the host."""
+        return self._timed(
+            0, lambda: driver.call("cuMemcpyDtoHAsync", self._host[0], self._gpu[0], nbytes, self._streams[0])
+        )
+
+    def in_s(self, nbytes: int) -> float:
+        """Return the seconds of one copy to the GPU."""
+        return self._timed(
+            1, lambda: driver.call("cuMemcpyHtoDAsync", self._gpu[1], self._host[1], nbytes, self._streams[1])
+        )
+
+    def both_s(self, nbytes: int) -> float:
+        """Return the seconds of a copy of so many bytes in each direction, at once."""
+        call, streams, events = driver.call, self._streams, self._events
+        call("cuEventRecord", events[0], streams[0])
+        call("cuStreamWaitEvent", streams[1], events[0], 0)
+        call("cuMemcpyDtoHAsync", self._host[0], self._gpu[0], nbytes, streams[0])
+        call("cuMemcpyHtoDAsync", self._gpu[1], self._host[1], nbytes, streams[1])
+        call("cuEventRecord", events[1], streams[1])
+        call("cuStreamWaitEvent", streams[0], events[1], 0)
+        call("cuEventRecord", events[2], streams[0])
+        call("cuEventSynchronize", events[2])
+        return float(call("cuEventElapsedTime", events[0], events[2])) / 1e3
+
+    def _timed(self, number: int, copy: Any) -> float:
+        first, last = self._events[:2]
+        driver.call("cuEventRecord", first, self._streams[number])
+        copy()
+        driver.call("cuEventRecord", last, self._streams[number])
+        driver.call("cuEventSynchronize", last)
+        return float(driver.call("cuEventElapsedTime", first, last)) / 1e3
+
+
+def median_ratio(ceilings: Sequence[float], times: Sequence[float]) -> float:
+    """Return the median share of the ceiling."""
+    return statistics.median(ceiling / time for ceiling, time in zip(ceilings, times, strict=True))

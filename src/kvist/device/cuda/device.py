@@ -1,0 +1,170 @@
+"""A Device over one GPU: engines' blocks by kernel, the pool by DMA, checksums on the way.
+
+The laws: nothing of CUDA exists here while no engine's memory is open: the context, its streams and the pinned view of
+the pool come with the first allocation and go with the last. What was scattered is checked before it is called right;
+unlike on the host, bytes that turn out wrong have been written by then, and their chunk is named.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvist.device import libc
+from kvist.device.base import GoOn
+from kvist.device.cuda.driver import HOST_REGISTER_PORTABLE, Context, call
+from kvist.device.cuda.memory import OpenedMemory
+from kvist.device.cuda.pipe import Pipe, as_checksums, which_match
+from kvist.device.cuda.tiles import ChunkTiles, chunk_tiles
+from kvist.device.kernels import compile_kernels
+from kvist.errors import DeviceError, LayoutError
+from kvist.model.handles import CUDA_IPC, CUDA_VMM, MemoryHandle
+from kvist.model.layout import LayerGroup
+from kvist.model.transfer import CopyPlan, Direction
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFile:
+    """The pool, as something that can be mapped."""
+
+    fd: int
+    nbytes: int
+
+
+class CudaDevice:
+    """One GPU, by UUID. Gathers may run beside scatters, each on one thread at a time."""
+
+    def __init__(self, device_uuid: str, pool: PoolFile) -> None:
+        """Describe the device; nothing is opened yet. ``pool.fd`` stays the caller's and outlives the device."""
+        self._uuid = device_uuid
+        self._pool = pool
+        self._gpu: _Gpu | None = None
+        self._is_held = False
+
+    @property
+    def kind(self) -> str:
+        return f"cuda:{self._uuid}"
+
+    def open_memory(self, handle: MemoryHandle, fds: Sequence[int]) -> int:
+        if handle.kind not in (CUDA_IPC, CUDA_VMM) or handle.device != self._uuid:
+            raise LayoutError(f"memory of kind {handle.kind!r} on {handle.device!r} is not served by {self.kind}")
+        try:
+            gpu = self._open_gpu()
+            return gpu.opened.open(handle, fds, gpu.context.device)
+        except DeviceError as error:
+            raise LayoutError(str(error)) from error
+        finally:
+            self._close_if_unused()
+
+    def close_memory(self, address: int, nbytes: int) -> None:
+        assert self._gpu is not None, nbytes
+        self._gpu.context.use()
+        self._gpu.forget_tiles(address)
+        self._gpu.opened.close(address)
+        self._close_if_unused()
+
+    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
+        return as_checksums(self._copy(plan, bases, chunks, go_on))
+
+    def scatter(
+        self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes], go_on: GoOn
+    ) -> list[bool]:
+        return which_match(self._copy(plan, bases, chunks, go_on), checksums)
+
+    def wait_for(self, direction: Direction, event: Any) -> None:
+        """Let the next copy begin only after an event of the same context has happened."""
+        assert self._gpu is not None
+        self._gpu.context.use()
+        call("cuStreamWaitEvent", self._gpu.pipes[direction].kernels, event, 0)
+
+    def hold(self) -> None:
+        """Open the GPU and keep it until ``close``: for memory of this very process, which needs no opening.
+
+        Raises:
+            DeviceError: the GPU cannot be used.
+        """
+        self._is_held = True
+        self._open_gpu()
+
+    def close(self) -> None:
+        """Close what is open. No copy may be running. Idempotent."""
+        self._is_held = False
+        if self._gpu is not None:
+            self._gpu.context.use()
+            self._gpu.close()
+            self._gpu = None
+
+    def _copy(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> Any:
+        assert self._gpu is not None
+        self._gpu.context.use()
+        tiles, address = self._gpu.find_tiles(plan.group, int(plan.block_ids.shape[1]), tuple(bases))
+        return self._gpu.pipes[plan.direction].copy(plan, tiles, address, chunks, go_on)
+
+    def _open_gpu(self) -> _Gpu:
+        if self._gpu is None:
+            self._gpu = _Gpu(self._uuid, self._pool)
+        self._gpu.context.use()
+        return self._gpu
+
+    def _close_if_unused(self) -> None:
+        if self._gpu is not None and not self._is_held and not len(self._gpu.opened):
+            self.close()
+
+
+class _Gpu:
+    """Everything of CUDA: a context, pipes, the pinned pool, opened memory."""
+
+    def __init__(self, device_uuid: str, pool: PoolFile) -> None:
+        begin = time.monotonic()
+        self.context = Context(device_uuid)
+        self.context.use()
+        self.opened = OpenedMemory()
+        self._pool = pool
+        self._tables: dict[tuple[int, int, tuple[int, ...]], tuple[LayerGroup, ChunkTiles, Any]] = {}
+        self._module = call("cuModuleLoadData", compile_kernels(self.context.arch()))
+        self._slots_address = libc.map_shared(pool.fd, pool.nbytes)
+        call("cuMemHostRegister", self._slots_address, pool.nbytes, HOST_REGISTER_PORTABLE)
+        self.pipes = {
+            direction: Pipe(direction, self._kernel(direction.value), self._slots_address) for direction in Direction
+        }
+        logger.info("GPU opened device=%s seconds=%.2f", device_uuid, time.monotonic() - begin)
+
+    def _kernel(self, name: str) -> Any:
+        return call("cuModuleGetFunction", self._module, name.encode())
+
+    def find_tiles(self, group: LayerGroup, blocks_per_chunk: int, bases: tuple[int, ...]) -> tuple[ChunkTiles, int]:
+        """Return a group's tiles, and where they lie on the GPU; uploaded when they are first asked for."""
+        key = (id(group), blocks_per_chunk, bases)
+        if key not in self._tables:
+            tiles = chunk_tiles(group, blocks_per_chunk)
+            placed = tiles.at(np.array(bases, dtype=np.uint64))
+            table = call("cuMemAlloc", placed.nbytes)
+            call("cuMemcpyHtoD", table, placed.ctypes.data, placed.nbytes)
+            self._tables[key] = (group, tiles, table)  # Holds the group, so that its id stays its own.
+        _, tiles, table = self._tables[key]
+        return tiles, int(table)
+
+    def forget_tiles(self, base: int) -> None:
+        """Drop the tables of an engine one of whose allocations lies at ``base``."""
+        for key in [key for key in self._tables if base in key[2]]:
+            call("cuMemFree", self._tables.pop(key)[2])
+
+    def close(self) -> None:
+        """Give everything back; the context ends with it unless somebody else in this process has it."""
+        try:
+            for pipe in self.pipes.values():
+                pipe.close()
+            call("cuMemHostUnregister", self._slots_address)
+            call("cuModuleUnload", self._module)
+        except DeviceError:
+            logger.exception("GPU not closed in order device=%s", self.context.device)
+        finally:
+            self.context.close()
+            libc.unmap(self._slots_address, self._pool.nbytes)

@@ -1,0 +1,215 @@
+"""Slices through staging buffers: a kernel on one stream, the link on another, as many in flight as there are buffers.
+
+One pipe copies in one direction, on one thread. The laws: a copy that returns, or raises, has no byte in flight; a
+buffer is filled again only after it was drained; nothing is allocated after a pipe is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvist.device.base import GoOn
+from kvist.device.cuda.driver import EVENT_DISABLE_TIMING, STREAM_NON_BLOCKING, call
+from kvist.device.cuda.tiles import TILE, ChunkTiles, Slice, cut_into_slices
+from kvist.device.kernels import THREADS
+from kvist.model.layout import Int64s
+from kvist.model.transfer import BLOCKS_MAX, CHUNKS_MAX, CopyPlan, Direction
+from kvist.units import MIB
+
+NUM_BUFFERS: Final = 4
+SLICE_NBYTES_MAX: Final = 16 * MIB
+BUFFER_NBYTES: Final = SLICE_NBYTES_MAX + 4096
+"""A slice, and room for the place of its first byte inside a vector."""
+_FIRST_NBYTES: Final = 4 * MIB
+
+
+class _SliceArguments(ctypes.Structure):
+    """``struct Slice`` of ``kernels/paged_copy.cu``."""
+
+    _fields_ = (
+        ("tiles", ctypes.c_uint64), ("block_ids", ctypes.c_uint64), ("staging", ctypes.c_uint64),
+        ("checksums", ctypes.c_uint64), ("start", ctypes.c_uint64), ("chunk_stride", ctypes.c_uint64),
+        ("first_chunk", ctypes.c_uint32), ("blocks_per_chunk", ctypes.c_uint32),
+        ("num_skipped_blocks", ctypes.c_uint32),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    address: int
+    filled: Any
+    """Event: the bytes of a slice are in it."""
+    drained: Any
+    """Event: they are where they belong."""
+
+
+class Pipe:
+    """Streams, staging and tables for one direction. Every call needs the context to be current."""
+
+    def __init__(self, direction: Direction, kernel: Any, slots_address: int) -> None:
+        """Allocate everything that a copy needs; ``slots_address`` is where pinned slot 0 lies in this process."""
+        self._direction = direction
+        self._kernel = kernel
+        self._slots_address = slots_address
+        lowest, _ = call("cuCtxGetStreamPriorityRange")
+        self.kernels = call("cuStreamCreateWithPriority", STREAM_NON_BLOCKING, lowest)
+        self._link = call("cuStreamCreateWithPriority", STREAM_NON_BLOCKING, lowest)
+        self._staging = call("cuMemAlloc", NUM_BUFFERS * BUFFER_NBYTES)
+        self._buffers = [
+            _Buffer(int(self._staging) + number * BUFFER_NBYTES, _new_event(), _new_event())
+            for number in range(NUM_BUFFERS)
+        ]
+        self._next_buffer = 0
+        self._tables = _Tables()
+        self._arguments = _SliceArguments(checksums=self._tables.sums_address)
+        self._argument_pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._settle()
+        for event in (event for buffer in self._buffers for event in (buffer.filled, buffer.drained)):
+            call("cuEventDestroy", event)
+        self._tables.close()
+        call("cuMemFree", self._staging)
+        for stream in (self.kernels, self._link):
+            call("cuStreamDestroy", stream)
+
+    def copy(
+        self, plan: CopyPlan, tiles: ChunkTiles, tiles_address: int, chunks: range, go_on: GoOn
+    ) -> npt.NDArray[np.uint64]:
+        """Copy chunks; return the checksum of each that was copied, which are the first of ``chunks``."""
+        try:
+            num_done = self._issue(plan, tiles, tiles_address, chunks, go_on)
+            self._tables.fetch_sums(num_done, self.kernels)
+        finally:
+            self._settle()
+        return self._tables.sums[:num_done].copy()
+
+    def _issue(self, plan: CopyPlan, tiles: ChunkTiles, tiles_address: int, chunks: range, go_on: GoOn) -> int:
+        block_ids = plan.block_ids[chunks.start : chunks.stop]
+        slots = plan.slot_offsets[chunks.start : chunks.stop]
+        arguments = self._arguments
+        arguments.blocks_per_chunk = block_ids.shape[1]
+        arguments.num_skipped_blocks = plan.num_skipped_blocks if chunks.start == 0 else 0
+        self._tables.send_ids(block_ids, self.kernels)
+        arguments.block_ids = self._tables.ids_address
+        copy_slice = self._gather_slice if self._direction is Direction.GATHER else self._scatter_slice
+        num_done = 0
+        slices = cut_into_slices(tiles, len(chunks), first_nbytes=_FIRST_NBYTES, nbytes_max=SLICE_NBYTES_MAX)
+        for part in slices:
+            if not part.first_tile and not go_on():
+                break
+            buffer = self._take_buffer()
+            arguments.tiles = tiles_address + part.first_tile * TILE.itemsize
+            arguments.staging = buffer.address
+            arguments.start = part.start - part.padding
+            arguments.chunk_stride = part.chunk_stride
+            arguments.first_chunk = part.first_chunk
+            copy_slice(part, buffer, slots)
+            if part.is_last:
+                num_done = part.first_chunk + part.num_chunks
+        return num_done
+
+    def _take_buffer(self) -> _Buffer:
+        buffer = self._buffers[self._next_buffer]
+        self._next_buffer = (self._next_buffer + 1) % NUM_BUFFERS
+        call("cuEventSynchronize", buffer.drained)
+        return buffer
+
+    def _gather_slice(self, part: Slice, buffer: _Buffer, slots: Int64s) -> None:
+        self._launch(part)
+        call("cuEventRecord", buffer.filled, self.kernels)
+        call("cuStreamWaitEvent", self._link, buffer.filled, 0)
+        for slot, staging, nbytes in _pieces(part, slots):
+            call("cuMemcpyDtoHAsync", self._slots_address + slot, buffer.address + staging, nbytes, self._link)
+        call("cuEventRecord", buffer.drained, self._link)
+
+    def _scatter_slice(self, part: Slice, buffer: _Buffer, slots: Int64s) -> None:
+        for slot, staging, nbytes in _pieces(part, slots):
+            call("cuMemcpyHtoDAsync", buffer.address + staging, self._slots_address + slot, nbytes, self._link)
+        call("cuEventRecord", buffer.filled, self._link)
+        call("cuStreamWaitEvent", self.kernels, buffer.filled, 0)
+        self._launch(part)
+        call("cuEventRecord", buffer.drained, self.kernels)
+
+    def _launch(self, part: Slice) -> None:
+        call(
+            "cuLaunchKernel", self._kernel, part.num_tiles, part.num_chunks, 1, THREADS, 1, 1, 0, self.kernels,
+            ctypes.addressof(self._argument_pointers), 0,
+        )  # fmt: skip
+
+    def _settle(self) -> None:
+        call("cuStreamSynchronize", self.kernels)
+        call("cuStreamSynchronize", self._link)
+
+
+class _Tables:
+    """Block ids on their way to the GPU, checksums on their way back: in pinned memory and on the GPU, side by side.
+
+    The checksums of a copy lie in front, its block ids behind them, so that one upload clears the ones and brings the
+    others.
+    """
+
+    def __init__(self) -> None:
+        nbytes = 8 * CHUNKS_MAX + 4 * BLOCKS_MAX
+        self._gpu = call("cuMemAlloc", nbytes)
+        self._pinned = int(call("cuMemHostAlloc", nbytes, 0))
+        host = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self._pinned))
+        self._words = host.view("<i4")
+        self.sums = host.view("<u8")
+        """Valid when ``fetch_sums`` has landed, until the next copy."""
+        self.sums_address = int(self._gpu)
+        self.ids_address = 0
+
+    def send_ids(self, block_ids: Int64s, stream: Any) -> None:
+        """Send a copy's block ids, ``[num_chunks, blocks_per_chunk]``, and clear its checksums."""
+        start = 2 * len(block_ids)
+        self._words[:start] = 0
+        self._words[start : start + block_ids.size] = block_ids.reshape(-1)
+        self.ids_address = self.sums_address + 4 * start
+        call("cuMemcpyHtoDAsync", self.sums_address, self._pinned, 4 * (start + block_ids.size), stream)
+
+    def fetch_sums(self, count: int, stream: Any) -> None:
+        """Fetch the checksums of the first chunks."""
+        if count:
+            call("cuMemcpyDtoHAsync", self._pinned, self.sums_address, 8 * count, stream)
+
+    def close(self) -> None:
+        """Give both back."""
+        call("cuMemFree", self._gpu)
+        call("cuMemFreeHost", self._pinned)
+
+
+def _pieces(part: Slice, slots: Int64s) -> Iterator[tuple[int, int, int]]:
+    """Yield (offset from slot 0, offset in the buffer, bytes) of a slice, neighbours joined."""
+    chunk = part.first_chunk
+    end = part.first_chunk + part.num_chunks
+    while chunk < end:
+        first, slot = chunk, int(slots[chunk])
+        while chunk + 1 < end and part.nbytes == part.chunk_stride and slots[chunk + 1] - slots[chunk] == part.nbytes:
+            chunk += 1
+        chunk += 1
+        nbytes = (chunk - first) * part.nbytes
+        yield slot + part.start, (first - part.first_chunk) * part.chunk_stride + part.padding, nbytes
+
+
+def _new_event() -> Any:
+    # Waiting for it spins, with the interpreter lock let go: a thread that sleeps is woken some 60 us late.
+    return call("cuEventCreate", EVENT_DISABLE_TIMING)
+
+
+def as_checksums(sums: npt.NDArray[np.uint64]) -> list[bytes]:
+    """Return checksums as the index keeps them: 8 bytes each, little-endian."""
+    packed = sums.astype("<u8").tobytes()
+    return [packed[start : start + 8] for start in range(0, len(packed), 8)]
+
+
+def which_match(sums: npt.NDArray[np.uint64], checksums: Sequence[bytes]) -> list[bool]:
+    """Return which checksums are as expected; ``sums`` may be fewer."""
+    return [found == expected for found, expected in zip(as_checksums(sums), checksums, strict=False)]
