@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,12 @@ import numpy as np
 
 from common import DEADLINE_S
 from kvist.client.client import Client
+from kvist.client.lane import EngineLane, LaneMemory
 from kvist.device.cuda import driver
-from kvist.device.cuda.export import export_memory
+from kvist.device.cuda.device import CudaDevice, PoolFile
+from kvist.device.cuda.export import device_of, export_memory
+from kvist.device.cuda.fences import StreamFences
+from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
 from kvist.wire import messages as wire
 
 
@@ -73,7 +76,7 @@ class GpuEngine:
     def __init__(self, socket: str, layout: GpuLayout, num_blocks: int, *, chunk_tokens: int, name: str) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         nbytes = layout.page_nbytes * num_blocks
         noise = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
         self.memory = []
@@ -90,6 +93,10 @@ class GpuEngine:
         data = np.empty(self.layout.page_nbytes * self.num_blocks, dtype=np.uint8)
         driver.call("cuMemcpyDtoH", data.ctypes.data, self.memory[layer], data.nbytes)
         return data
+
+    def write(self, layer: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        """Set the bytes of a layer."""
+        driver.call("cuMemcpyHtoD", self.memory[layer], data.ctypes.data, data.nbytes)
 
     def clear(self, layer: int) -> None:
         """Set a layer to zero."""
@@ -109,7 +116,35 @@ class GpuEngine:
             for h in (one.handle for one in self._exported)
         ]
         fds = list(itertools.chain.from_iterable(one.fds for one in self._exported))
-        return wire.Register(number, 0, 1, self._chunk_tokens, memory, [group]), fds
+        return wire.Register(number, 0, 1, self.chunk_tokens, memory, [group]), fds
+
+
+def start_lane(socket: str, engine: GpuEngine) -> EngineLane:
+    """Copy an engine's memory with threads of this process."""
+    specs = engine.layout.planes(engine.num_blocks)
+    nbytes = engine.layout.page_nbytes * engine.num_blocks
+    planes = tuple(
+        LayerPlane(
+            p.memory, p.offset, p.num_blocks, p.block_stride, p.row_nbytes, p.num_kv, p.kv_stride, p.num_tokens,
+            p.token_stride, p.num_heads, p.head_stride,
+        )
+        for p in specs
+    )  # fmt: skip
+    group = LayerGroup(GroupKind.FULL, engine.layout.block_tokens, planes, 0)
+    device = device_of(engine.memory[0])
+    memory = [wire.MemorySpec("engine", nbytes, device) for _ in engine.memory]
+
+    def registrar(number: int) -> tuple[wire.Register, tuple[int, ...]]:
+        spec = wire.GroupSpec("full", engine.layout.block_tokens, specs, 0)
+        return wire.Register(number, 0, 1, engine.chunk_tokens, memory, [spec]), ()
+
+    lane = EngineLane(
+        Client(socket, engine_id=engine.layout.name, name="lane", deadline_s=DEADLINE_S, registrar=registrar),
+        LaneMemory(group, engine.memory, engine.chunk_tokens // engine.layout.block_tokens),
+        lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)), StreamFences(lambda: 0),
+    )  # fmt: skip
+    lane.register(DEADLINE_S)
+    return lane
 
 
 class Link:
@@ -155,8 +190,3 @@ class Link:
         driver.call("cuEventRecord", last, self._streams[number])
         driver.call("cuEventSynchronize", last)
         return float(driver.call("cuEventElapsedTime", first, last)) / 1e3
-
-
-def median_ratio(ceilings: Sequence[float], times: Sequence[float]) -> float:
-    """Return the median share of the ceiling."""
-    return statistics.median(ceiling / time for ceiling, time in zip(ceilings, times, strict=True))

@@ -1,12 +1,13 @@
 """Store and retrieve of GPU memory through the daemon, against plain copies between pinned memory and the GPU.
 
 Engine and daemon are two processes. Blocks are random, the checksum is always on, and the time is the client's, from
-its call to the daemon's answer. Each repetition stands beside a plain copy of as many bytes in the same run.
+its call to the answer. Plain copies of as many bytes are timed before and after each case.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from collections.abc import Callable
 import numpy as np
 
 from common import DEADLINE_S, daemon, make_digests, make_tokens, quartiles, report
-from gpu import LLAMA_8B, OTHERS, GpuEngine, GpuLayout, Link, median_ratio
-from kvist.client.client import Client
+from gpu import LLAMA_8B, OTHERS, GpuEngine, GpuLayout, Link, start_lane
+from kvist.client.client import Client, Pending
+from kvist.client.lane import EngineLane
 from kvist.device.cuda import driver
 from kvist.wire import messages as wire
 
@@ -24,15 +26,16 @@ TOKENS = (256, 1_024, 4_096, 16_384)
 
 
 class Case:
-    """One layout and one number of tokens."""
+    """One layout, one number of tokens, one lane."""
 
-    def __init__(self, engine: GpuEngine, num_tokens: int) -> None:
+    def __init__(self, engine: GpuEngine, num_tokens: int, lane: Client | EngineLane | None = None) -> None:
         self.engine = engine
+        self.lane = lane or engine.client
         self.num_chunks = num_tokens // CHUNK_TOKENS
         self.num_tokens = num_tokens
         self.nbytes = num_tokens * engine.layout.token_nbytes
         self._rng = np.random.default_rng(num_tokens)
-        self._seeds = iter(range(num_tokens, 1 << 30, 100_003))
+        self._seeds = itertools.count(num_tokens, 100_003)
 
     def digests(self) -> bytes:
         """Return keys that no earlier store has used."""
@@ -44,94 +47,90 @@ class Case:
         return self._rng.permutation(np.arange(1, self.engine.num_blocks, dtype="<i4"))[:num].tobytes()
 
     def lease(self, digests: bytes) -> bytes:
-        found = self.engine.client.call(lambda i: wire.Lookup(i, digests), DEADLINE_S)
-        assert isinstance(found, wire.LookupReply) and found.num_chunks == self.num_chunks, found
-        return found.lease
+        """Return a lease on stored chunks; an engine lane's store is over a moment before they can be found."""
+        while True:
+            found = self.engine.client.call(lambda i: wire.Lookup(i, digests), DEADLINE_S)
+            assert isinstance(found, wire.LookupReply), found
+            if found.num_chunks == self.num_chunks:
+                return found.lease
+            self.engine.client.call(lambda i: wire.Release(i, found.lease), DEADLINE_S)
+
+    def store(self, digests: bytes, blocks: bytes) -> Pending:
+        """Begin a store."""
+        return self.lane.submit(lambda i: wire.Store(i, digests, b"", blocks))
+
+    def retrieve(self, lease: bytes, blocks: bytes) -> Pending:
+        """Begin a retrieve."""
+        return self.lane.submit(lambda i: wire.Retrieve(i, lease, 0, blocks))
+
+    def wait_s(self, *begin: Callable[[], Pending]) -> float:
+        """Return how long it takes until requests that are sent now are over, and well."""
+        start = time.perf_counter()
+        running = [one() for one in begin]
+        while not all(pending.is_over for pending in running):
+            self.lane.poll(DEADLINE_S)
+        seconds = time.perf_counter() - start
+        for pending in running:
+            reply = pending.reply
+            is_stored = isinstance(reply, wire.StoreReply) and reply.num_stored == self.num_chunks
+            assert is_stored or (isinstance(reply, wire.RetrieveReply) and not reply.failed), reply
+        return seconds
 
 
-def timed(call: Callable[[], object]) -> tuple[float, object]:
-    """Return a call's seconds and its answer."""
-    begin = time.perf_counter()
-    answer = call()
-    return time.perf_counter() - begin, answer
+def measure(name: str, case: Case, link: Link, rounds: int) -> None:
+    """Measure one case, and the link before and after it: what else runs on a GPU must be switched to first."""
+    series: dict[str, list[float]] = {kind: [] for kind in ("store", "retrieve", "both", "out", "in", "two_way")}
 
+    def measure_link() -> None:
+        for _ in range(rounds):
+            series["out"].append(link.out_s(case.nbytes))
+            series["in"].append(link.in_s(case.nbytes))
+            series["two_way"].append(link.both_s(case.nbytes))
 
-def store(client: Client, case: Case, digests: bytes, blocks: bytes) -> float:
-    """Return the seconds of a store."""
-    seconds, reply = timed(lambda: client.call(lambda i: wire.Store(i, digests, b"", blocks), DEADLINE_S))
-    assert isinstance(reply, wire.StoreReply) and reply.num_stored == case.num_chunks, reply
-    return seconds
-
-
-def retrieve(client: Client, lease: bytes, blocks: bytes) -> float:
-    """Return the seconds of a retrieve."""
-    seconds, reply = timed(lambda: client.call(lambda i: wire.Retrieve(i, lease, 0, blocks), DEADLINE_S))
-    assert isinstance(reply, wire.RetrieveReply) and not reply.failed, reply
-    return seconds
-
-
-def both(client: Client, case: Case, digests: bytes, lease: bytes) -> float:
-    """Return the seconds of a store and a retrieve that were sent together."""
-    blocks = case.blocks()
-    more = case.blocks()
-    begin = time.perf_counter()
-    stored = client.submit(lambda i: wire.Store(i, digests, b"", blocks))
-    loaded = client.submit(lambda i: wire.Retrieve(i, lease, 0, more))
-    client.wait(stored, DEADLINE_S)
-    client.wait(loaded, DEADLINE_S)
-    seconds = time.perf_counter() - begin
-    assert isinstance(stored.reply, wire.StoreReply) and stored.reply.num_stored == case.num_chunks, stored
-    assert isinstance(loaded.reply, wire.RetrieveReply) and not loaded.reply.failed, loaded
-    return seconds
-
-
-def measure(case: Case, link: Link, rounds: int) -> None:
-    """Measure one case, each repetition beside its ceiling."""
-    client = case.engine.client
-    times: dict[str, list[float]] = {name: [] for name in ("store", "retrieve", "both", "out", "in", "two_way")}
+    measure_link()
     for number in range(rounds + 1):
-        digests, blocks = case.digests(), case.blocks()
-        times["out"].append(link.out_s(case.nbytes))
-        times["store"].append(store(client, case, digests, blocks))
+        digests, blocks, more = case.digests(), case.blocks(), case.blocks()
+        store_s = case.wait_s(lambda: case.store(digests, blocks))
         lease = case.lease(digests)
-        times["in"].append(link.in_s(case.nbytes))
-        times["retrieve"].append(retrieve(client, lease, blocks))
-        times["two_way"].append(link.both_s(case.nbytes))
-        times["both"].append(both(client, case, case.digests(), case.lease(digests)))
-        if not number:  # Tables and caches are filled by the first.
-            for series in times.values():
-                series.clear()
-    shares = {
-        "store": median_ratio(times["out"], times["store"]),
-        "retrieve": median_ratio(times["in"], times["retrieve"]),
-        "both": median_ratio(times["two_way"], times["both"]),
-    }
+        retrieve_s = case.wait_s(lambda: case.retrieve(lease, blocks))
+        lease, others = case.lease(digests), case.digests()
+        both_s = case.wait_s(lambda: case.store(others, blocks), lambda: case.retrieve(lease, more))
+        if number:  # Tables and caches are filled by the first.
+            for kind, seconds in (("store", store_s), ("retrieve", retrieve_s), ("both", both_s)):
+                series[kind].append(seconds)
+    measure_link()
+    median = {kind: statistics.median(values) for kind, values in series.items()}
     report(
-        f"{case.engine.layout.name}, {case.num_tokens} tokens",
-        **{f"{name}_share": share for name, share in shares.items()},
-        store_gb_per_s=case.nbytes / statistics.median(times["store"]) / 1e9,
-        retrieve_gb_per_s=case.nbytes / statistics.median(times["retrieve"]) / 1e9,
-        both_gb_per_s=2 * case.nbytes / statistics.median(times["both"]) / 1e9,
-        store_beyond_us=(statistics.median(times["store"]) - statistics.median(times["out"])) * 1e6,
-        retrieve_beyond_us=(statistics.median(times["retrieve"]) - statistics.median(times["in"])) * 1e6,
-        retrieve_ms_quartiles=quartiles([seconds * 1e3 for seconds in times["retrieve"]]),
-        ceiling_gb_per_s=[case.nbytes / statistics.median(times[name]) / 1e9 for name in ("out", "in")],
+        f"{case.engine.layout.name}, {case.num_tokens} tokens, {name} lane",
+        store_share=median["out"] / median["store"],
+        retrieve_share=median["in"] / median["retrieve"],
+        both_share=median["two_way"] / median["both"],
+        store_beyond_us=(median["store"] - median["out"]) * 1e6,
+        retrieve_beyond_us=(median["retrieve"] - median["in"]) * 1e6,
+        gb_per_s=[case.nbytes / median["store"] / 1e9, case.nbytes / median["retrieve"] / 1e9],
+        both_gb_per_s=2 * case.nbytes / median["both"] / 1e9,
+        ceiling_gb_per_s=[case.nbytes / median["out"] / 1e9, case.nbytes / median["in"] / 1e9],
+        store_ms_quartiles=quartiles([seconds * 1e3 for seconds in series["store"]]),
+        retrieve_ms_quartiles=quartiles([seconds * 1e3 for seconds in series["retrieve"]]),
         nbytes=case.nbytes,
     )
 
 
-def check(engine: GpuEngine) -> None:
+def check(engine: GpuEngine, lane: Client | EngineLane) -> None:
     """Store everything of a layer's blocks, clear it, retrieve it, and compare every byte."""
-    case = Case(engine, (engine.num_blocks * engine.layout.block_tokens // CHUNK_TOKENS - 1) * CHUNK_TOKENS)
+    num_tokens = (engine.num_blocks * engine.layout.block_tokens // CHUNK_TOKENS - 1) * CHUNK_TOKENS
+    case = Case(engine, num_tokens, lane)
     digests, blocks = case.digests(), case.blocks()
     before = engine.read(3)
-    store(engine.client, case, digests, blocks)
+    case.wait_s(lambda: case.store(digests, blocks))
     lease = case.lease(digests)
     engine.clear(3)
-    retrieve(engine.client, lease, blocks)
+    case.wait_s(lambda: case.retrieve(lease, blocks))
     after = engine.read(3)
-    share = case.num_tokens / engine.layout.block_tokens / engine.num_blocks
-    assert np.all((after == before) | (after == 0)) and np.count_nonzero(after) > 0.98 * share * len(after)
+    share = num_tokens / engine.layout.block_tokens / engine.num_blocks
+    assert np.all((after == before) | (after == 0))
+    assert np.count_nonzero(after) > 0.98 * share * len(after)
+    engine.write(3, before)
 
 
 def main() -> None:
@@ -140,6 +139,7 @@ def main() -> None:
     parser.add_argument("--pool", default="12GiB")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--lanes", default="engine,daemon")
     parser.add_argument("--layouts", default="", help="only those whose names contain this")
     arguments = parser.parse_args()
     context = driver.Context(next(iter(driver.devices())))
@@ -153,9 +153,13 @@ def main() -> None:
             num_blocks = max(tokens) // layout.block_tokens + 40
             engine = GpuEngine(socket, layout, num_blocks, chunk_tokens=CHUNK_TOKENS, name=layout.name)
             report(f"{layout.name}: allocated and registered", seconds=time.perf_counter() - begin)
-            check(engine)
-            for num_tokens in tokens:
-                measure(Case(engine, num_tokens), link, arguments.rounds)
+            for name in arguments.lanes.split(","):
+                lane = start_lane(socket, engine) if name == "engine" else engine.client
+                check(engine, lane)
+                for num_tokens in tokens:
+                    measure(name, Case(engine, num_tokens, lane), link, arguments.rounds)
+                if name == "engine":
+                    lane.close()
             engine.close()
 
 

@@ -189,7 +189,11 @@ def changed_plane(**changes: object) -> Callable[[wire.Register], wire.Register]
         (changed_plane(row_nbytes=-1), "layout_refused", "row_nbytes=-1"),
         (changed(memory=[wire.MemorySpec("host", 1 << 40)] * 2), "layout_refused", f"declared with {1 << 40} bytes"),
         (changed(memory=[wire.MemorySpec("abacus", 65536)] * 2), "layout_refused", "abacus"),
-        (changed(memory=[wire.MemorySpec("host", 65536)] * 3), "malformed", "3 allocations and 2 file descriptors"),
+        (
+            changed(memory=[wire.MemorySpec("host", 65536)] * 3),
+            "malformed",
+            "with 3 file descriptors, and 2",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

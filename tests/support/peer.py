@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 
 from kvist.wire import messages as wire
-from kvist.wire.codec import FrameReader, decode_reply, encode
+from kvist.wire.codec import FDS_MAX, FrameReader, decode_reply, encode
 
 DEADLINE_S = 20.0
 
@@ -14,10 +15,13 @@ DEADLINE_S = 20.0
 class Peer:
     """Sends any bytes and descriptors; reads replies."""
 
-    def __init__(self, path: str) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
+    def __init__(self, path: str, *, connected: socket.socket | None = None) -> None:
+        self.socket = connected or socket.socket(socket.AF_UNIX)
         self.socket.settimeout(DEADLINE_S)
-        self.socket.connect(path)
+        if connected is None:
+            self.socket.connect(path)
+        self.fds: list[int] = []
+        """Descriptors that came with replies; closed with the socket."""
         self._reader = FrameReader()
         self._replies: list[wire.Reply] = []
 
@@ -25,7 +29,13 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the socket and what came over it. Idempotent."""
         self.socket.close()
+        while self.fds:
+            os.close(self.fds.pop())
 
     def send(self, *messages: wire.Request | bytes, fds: Sequence[int] = (), num_fds: int | None = None) -> None:
         """Send messages, or bytes as they are; ``num_fds`` is what the frames claim, if not the truth."""
@@ -39,7 +49,8 @@ class Peer:
     def reply(self) -> wire.Reply:
         """Return the next reply."""
         while not self._replies:
-            data = self.socket.recv(1 << 16)
+            data, fds, _, _ = socket.recv_fds(self.socket, 1 << 16, FDS_MAX)
+            self.fds += fds
             assert data, "the daemon has closed the connection"
             self._replies += [decode_reply(frame.body) for frame in self._reader.feed(data)]
         return self._replies.pop(0)

@@ -18,7 +18,8 @@ from kvist.index.eviction import LeastRecentlyUsed
 from kvist.model.handles import MemoryHandle
 from kvist.model.transfer import CopyPlan, Direction
 from kvist.server.lanes import Lane
-from kvist.server.service import CacheService, Runtime
+from kvist.server.runtime import Runtime
+from kvist.server.service import CacheService
 from kvist.server.sessions import Peer, Session
 from kvist.storage.slots import SlotAllocator
 from kvist.transfer.executor import Job
@@ -40,6 +41,48 @@ class HostOnly(dict[str, Lane]):
 
     def __missing__(self, name: str) -> Lane:
         raise LayoutRefused(f"memory on {name!r} is not served; known types: {sorted(self)}")
+
+
+class Watched:
+    """A process that ends when the test says so."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.callback: Callable[[], None] | None = None
+        self.has_ended = False
+        self.is_closed = False
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        assert not self.is_closed
+        assert self.callback is None
+        self.callback = callback
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def end(self) -> None:
+        """Let the process end. Idempotent."""
+        if not self.has_ended and self.callback is not None and not self.is_closed:
+            self.callback()
+            assert self.is_closed
+        self.has_ended = True
+
+
+class WatchedSlots(SlotAllocator):
+    """Slots of which none is given out or taken back while an engine may be copying to or from it."""
+
+    def __init__(self, pool_nbytes: int, ordered: Callable[[], set[int]]) -> None:
+        super().__init__(pool_nbytes)
+        self._ordered = ordered
+
+    def allocate(self, nbytes: int) -> int | None:
+        offset = super().allocate(nbytes)
+        assert offset not in self._ordered(), f"the slot at {offset} is given out while an order names it"
+        return offset
+
+    def free(self, offset: int, nbytes: int) -> None:
+        assert offset not in self._ordered(), f"the slot at {offset} is freed while an order names it"
+        super().free(offset, nbytes)
 
 
 class WatchedDevice(HostDevice):
@@ -78,7 +121,6 @@ class SteppedExecutor:
         self.queue_max = queue_max
         self.calls: deque[Callable[[], None]] = deque()
         self.jobs: list[Job] = []
-        self.newest: Job | None = None
         self.is_breaking = False
         """The next step fails."""
 
@@ -93,7 +135,6 @@ class SteppedExecutor:
     def submit(self, job: Job) -> None:
         self.check_takes_work()
         self.jobs.append(job)
-        self.newest = job
 
     def call(self, function: Callable[[], None]) -> None:
         self.calls.append(function)
@@ -127,27 +168,41 @@ class SteppedExecutor:
 class SimulatedDaemon:
     """A service with its pool, its device's thread and its loop, all driven by ``step``."""
 
-    def __init__(self, num_slots: int, *, queue_max: int = 1000, requests_max: int = 1000) -> None:
+    def __init__(
+        self, num_slots: int, *, queue_max: int = 1000, requests_max: int = 1000, is_isolated: bool = False
+    ) -> None:
         self.now = 1000.0
         self.engines: list[SimulatedEngine] = []
         self.posted: deque[Callable[[], None]] = deque()
         self.pool = SharedMemory(num_slots * 4096, name="kvist-simulated-pool")
         self.device = WatchedDevice(self.pool)
         self.executor = SteppedExecutor(self.device, lambda: self.now, queue_max=queue_max)
+        self.processes: list[Watched] = []
+        """Those that the service watches or has watched, in the order of their registrations."""
         numbers = itertools.count(1)
         runtime = Runtime(
             pid=os.getpid(), boot_id="boot", post=self.posted.append, clock=lambda: self.now,
             new_id=lambda: next(numbers).to_bytes(16, "big"),
+            watch=self._watch, pool_fd=None if is_isolated else self.pool.fd,
             lanes=HostOnly(host=Lane(self.device, self.executor, self.executor)),  # type: ignore[arg-type]
         )  # fmt: skip
         limits = wire.Limits(1 << 20, wire.CHUNKS_MAX, wire.BLOCKS_MAX, requests_max, LEASE_TTL_S)
+        self.slots = WatchedSlots(self.pool.nbytes, self.ordered_slots)
         self.service = CacheService(
-            runtime, SlotAllocator(self.pool.nbytes), LeastRecentlyUsed(), pool_nbytes=self.pool.nbytes, limits=limits
+            runtime, self.slots, LeastRecentlyUsed(), pool_nbytes=self.pool.nbytes, limits=limits
         )
 
     @property
     def is_busy(self) -> bool:
         return bool(self.posted) or self.executor.is_busy
+
+    def ordered_slots(self) -> set[int]:
+        """Return the slots that an engine has in its hands: ordered, unanswered, its process alive."""
+        return set().union(*(engine.slots_in_hand() for engine in self.engines))
+
+    def _watch(self, pid: int) -> Watched:
+        self.processes.append(Watched(pid))
+        return self.processes[-1]
 
     def deliver(self) -> None:
         """Run what the device's thread has posted to the loop, oldest first: one call."""
@@ -173,10 +228,12 @@ class SimulatedDaemon:
         """End every session, check that nothing of them is left, and give the pool back."""
         for engine in self.engines:
             engine.end()
+            engine.end_process()
         self.settle()
         self.service.check_invariants()
         assert all(engine.is_closed for engine in self.engines)
         assert not self.device.open
+        assert all(process.is_closed for process in self.processes)
         self.pool.close()
 
 
@@ -239,11 +296,10 @@ class SimulatedEngine:
         """
         request = build(next(self._ids))
         sent = self.sent[request.id] = Sent(request, chunks or [])
-        self.daemon.executor.newest = None
-        before = self.daemon.state()
+        before, jobs = self.daemon.state(), set(self.session.jobs)
         reply = self.daemon.service.handle(self.session, request, fds)
         assert not isinstance(reply, wire.Error) or self.daemon.state() == before, reply
-        sent.job = self.daemon.executor.newest
+        sent.job = next(iter(self.session.jobs - jobs), None)
         if reply is not None:
             self._receive(reply)
         return sent
@@ -269,12 +325,19 @@ class SimulatedEngine:
         """Lose the connection, as when the process dies."""
         self.daemon.service.close_session(self.session, self._closed)
 
+    def end_process(self) -> None:
+        """Let the process behind a lost connection be over. Nothing to an engine whose copies are the daemon's."""
+
+    def slots_in_hand(self) -> set[int]:
+        """Return the slots that this engine may be copying to or from by itself."""
+        return set()
+
     def _closed(self) -> None:
         assert not self.is_closed
         self.is_closed = True
         for memory in self.memory:
             memory.close()
 
-    def _receive(self, reply: wire.Reply) -> None:
+    def _receive(self, reply: wire.Reply, fds: Sequence[int] = ()) -> None:
         assert not self.is_closed
         self.replies.append((self.sent.pop(reply.id), reply))

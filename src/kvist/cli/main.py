@@ -35,11 +35,17 @@ def serve(
     pool: Annotated[str | None, typer.Option(help="Host memory for the cache, such as 8GiB.")] = None,
     socket: Socket = None,
     lease_ttl_s: Annotated[float | None, typer.Option(help="Seconds that a looked-up prefix is held.")] = None,
+    isolate: Annotated[
+        bool | None,
+        typer.Option(help="Give the pool to no engine: the daemon alone copies."),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with any of the options.")] = None,
 ) -> None:
     """Run the daemon of this host until it is told to stop (SIGTERM, Ctrl-C)."""
-    flags = {"pool": pool, "socket": socket, "lease_ttl_s": lease_ttl_s, "log_level": log_level}
+    flags = {
+        "pool": pool, "socket": socket, "lease_ttl_s": lease_ttl_s, "isolate": isolate, "log_level": log_level,
+    }  # fmt: skip
     try:
         options = load_config(config, flags, process_environment())
         _configure_logging(options.log_level)

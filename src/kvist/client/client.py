@@ -102,6 +102,11 @@ class Client:
         return self._link is not None
 
     @property
+    def fileno(self) -> int:
+        """Descriptor that is readable when ``poll`` has something to do; negative while there is no connection."""
+        return self._link.connection.fileno if self._link else -1
+
+    @property
     def is_late(self) -> bool:
         """The oldest unanswered request is past the deadline."""
         if self._link is None or not self._link.pending:
@@ -114,13 +119,16 @@ class Client:
         """Requests whose end is not known."""
         return len(self._link.pending) if self._link else 0
 
-    def submit(self, build: Build) -> Pending:
-        """Send a request and return at once; lost at once if there is no daemon, or it is late."""
+    def submit(self, build: Build, *, even_if_late: bool = False) -> Pending:
+        """Send a request and return at once; lost at once if there is no daemon, or it is late.
+
+        What a daemon must hear to let go of something is sent ``even_if_late``.
+        """
         if self.is_late:
             self.poll()  # An answer that nobody has read yet must not make the daemon look late.
         if self._link is None:
             self._connect()
-        if self._link is None or self._link.fault or self.is_late:
+        if self._link is None or self._link.fault or (self.is_late and not even_if_late):
             return Pending(0, self._clock(), is_lost=True)
         return self._send(self._link, build)
 
@@ -179,6 +187,13 @@ class Client:
             raise DeadlineExceeded(f"the kvist daemon at {self.path} has not answered the registration in time")
         return self.registration
 
+    def take_fds(self) -> list[int]:
+        """Return the descriptors that came with the answer to the registration, which are the caller's now."""
+        if self._link is None:
+            return []
+        fds, self._link.connection.fds = self._link.connection.fds, []
+        return fds
+
     def close(self) -> None:
         """Close the connection, at this process's end only: copies that have begun go on in the daemon. Idempotent."""
         if self._link is not None:
@@ -208,6 +223,7 @@ class Client:
         pending = self._new_pending(link)
         link.registration_id = pending.id
         message, fds = registrar(pending.id)
+        link.connection.takes_fds = True
         try:
             link.connection.send(encode(message, num_fds=len(fds)), fds)
         except (KvistError, OSError) as error:
@@ -240,6 +256,7 @@ class Client:
             )
         elif reply.id == link.registration_id and isinstance(reply, wire.Registered | wire.Error):
             self.registration = reply
+            link.connection.takes_fds = False
         pending = link.pending.pop(reply.id, None)
         if pending is not None:
             pending.reply = reply

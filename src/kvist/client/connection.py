@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import math
 import os
@@ -13,7 +14,7 @@ from typing import Final
 
 from kvist.errors import Overloaded, ProtocolError, Unreachable
 from kvist.units import MIB
-from kvist.wire.codec import FrameReader, decode_reply
+from kvist.wire.codec import FDS_MAX, FrameReader, decode_reply
 from kvist.wire.messages import Reply
 
 _UNSENT_NBYTES_MAX: Final = 16 * MIB
@@ -23,6 +24,8 @@ _FLUSH_S: Final = 0.1
 _TIMEOUT_STEP_S: Final = 0.005
 _AT_ONCE: Final = int(socket.MSG_DONTWAIT)
 """A plain integer: arithmetic on Python's flag types costs several microseconds."""
+_CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_CONTROL_NBYTES: Final = socket.CMSG_SPACE(FDS_MAX * 4)
 _UCRED: Final = struct.Struct("3i")
 _TIMEVAL: Final = struct.Struct("@ll")
 
@@ -53,6 +56,9 @@ class Connection:
         self._unsent = bytearray()
         self._scratch = memoryview(bytearray(_READ_NBYTES))
         self._is_finished = False
+        self.takes_fds = False
+        """Whether descriptors are kept that come with replies; else the kernel closes them."""
+        self.fds: list[int] = []
         # The kernel waits in ``recv`` itself, which spares every exchange a ``poll``; all else is sent and read without
         # waiting, flag by flag.
         self._socket.settimeout(None)
@@ -88,7 +94,7 @@ class Connection:
         flags = self._set_timeout(timeout_s)
         while True:
             try:
-                num_read = self._socket.recv_into(self._scratch, 0, flags)
+                num_read = self._read(flags)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -101,6 +107,11 @@ class Connection:
                 return
             flags = _AT_ONCE
 
+    @property
+    def fileno(self) -> int:
+        """The socket's descriptor; negative when it is closed."""
+        return self._socket.fileno()
+
     def finish(self) -> None:
         """Send and heed nothing more; ``receive`` raises when the daemon has closed its end. Idempotent."""
         self._is_finished = True
@@ -109,8 +120,19 @@ class Connection:
             self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """Close the socket, and descriptors that nobody has taken. Idempotent."""
         self._socket.close()
+        while self.fds:
+            os.close(self.fds.pop())
+
+    def _read(self, flags: int) -> int:
+        if not self.takes_fds:
+            return self._socket.recv_into(self._scratch, 0, flags)
+        num_read, control, _, _ = self._socket.recvmsg_into([self._scratch], _CONTROL_NBYTES, flags | _CLOEXEC)
+        for level, kind, data in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self.fds += array.array("i", data[: len(data) & ~3])
+        return num_read
 
     def _set_timeout(self, timeout_s: float) -> int:
         """Let the next ``recv`` wait so long, a little longer where that spares a call; return its flags."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvist.model.handles import MemoryHandle
-from kvist.model.transfer import CopyPlan
+from kvist.model.transfer import CopyPlan, Direction
 
 GoOn = Callable[[], bool]
 """Asked between chunks, on any thread: whether a copy may begin another one."""
@@ -31,6 +31,22 @@ class Device(Protocol):
 
     def close_memory(self, address: int, nbytes: int) -> None:
         """Unmap what ``open_memory`` returned. The caller guarantees that no copy on it is running or will."""
+        ...
+
+    def open_fence(self, payload: bytes) -> object:
+        """Return a peer's event, which its process records, for ``wait_for``.
+
+        Raises:
+            LayoutError: this device has no events, or the payload names none.
+        """
+        ...
+
+    def close_fence(self, fence: object) -> None:
+        """Give up what ``open_fence`` returned."""
+        ...
+
+    def wait_for(self, direction: Direction, fence: object) -> None:
+        """Let the next copy of a direction touch no block before the event that was recorded last has happened."""
         ...
 
     def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:

@@ -26,7 +26,7 @@ from kvist.device.runs import chunk_pattern
 from kvist.errors import LayoutError
 from kvist.model.handles import HOST, MemoryHandle
 from kvist.model.layout import LayerGroup
-from kvist.model.transfer import CopyPlan
+from kvist.model.transfer import CopyPlan, Direction
 from kvist.units import KIB
 
 _SEALS_NEEDED: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -74,6 +74,15 @@ class HostDevice:
 
     def close_memory(self, address: int, nbytes: int) -> None:
         libc.unmap(address, nbytes)
+
+    def open_fence(self, payload: bytes) -> object:
+        raise LayoutError(f"host memory has no events, and one of {len(payload)} bytes was registered")
+
+    def close_fence(self, fence: object) -> None:
+        raise LayoutError(f"host memory has no events to close: {fence!r}")
+
+    def wait_for(self, direction: Direction, fence: object) -> None:
+        raise LayoutError(f"host memory has no events to wait for: {direction.value}, {fence!r}")
 
     def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
         pieces, addresses = _spell_out(plan, bases, chunks)

@@ -18,7 +18,10 @@ CUDA_IPC: Final = "cuda_ipc"
 CUDA_VMM: Final = "cuda_vmm"
 """Virtual GPU memory: one file descriptor for each physical segment, in the order of ``part_nbytes``."""
 
-_PAYLOAD_NBYTES: Final = {HOST: 0, CUDA_IPC: 64, CUDA_VMM: 0}
+ENGINE: Final = "engine"
+"""Memory that is not handed over: its own process copies."""
+
+_PAYLOAD_NBYTES: Final = {HOST: 0, CUDA_IPC: 64, CUDA_VMM: 0, ENGINE: 0}
 _CHARS_MAX: Final = 64
 
 
@@ -47,7 +50,7 @@ class MemoryHandle:
             self._check_own_kind()
 
     def _check_own_kind(self) -> None:
-        if bool(self.device) != (self.kind != HOST):
+        if self.kind != ENGINE and bool(self.device) != (self.kind != HOST):
             raise LayoutError(f"memory of kind {self.kind!r} on device {self.device!r}")
         if len(self.payload) != _PAYLOAD_NBYTES[self.kind]:
             raise LayoutError(f"a handle of {len(self.payload)} bytes; {self.kind!r} has {_PAYLOAD_NBYTES[self.kind]}")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -133,6 +133,10 @@ class LayerGroup:
     planes: tuple[LayerPlane, ...]
     null_block: int | None = None
     """A block id that stands for "no block" and is never read or written."""
+    block_nbytes: int = field(init=False, compare=False)
+    """Payload bytes of one block over all layers."""
+    _hash: int = field(init=False, compare=False, repr=False)
+    """Asked for with every copy, and as long to work out as the model has layers."""
 
     def __post_init__(self) -> None:
         if self.block_tokens <= 0 or not self.planes:
@@ -141,16 +145,16 @@ class LayerGroup:
         if len(counts) > 1:
             raise LayoutError(f"layers of one group have different numbers of blocks: {sorted(counts)}")
         _check_apart(self.planes)
+        object.__setattr__(self, "block_nbytes", sum(plane.page_nbytes for plane in self.planes))
+        object.__setattr__(self, "_hash", hash((self.kind, self.block_tokens, self.planes, self.null_block)))
+
+    def __hash__(self) -> int:  # type: ignore[explicit-override] # ``typing.override`` came with Python 3.12
+        return self._hash
 
     @property
     def num_blocks(self) -> int:
         """Block ids are in ``[0, num_blocks)``."""
         return self.planes[0].num_blocks
-
-    @property
-    def block_nbytes(self) -> int:
-        """Payload bytes of one block over all layers."""
-        return sum(plane.page_nbytes for plane in self.planes)
 
     @property
     def num_rows(self) -> int:

@@ -41,6 +41,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Unanswered requests of one session."""
     copies_max: int = 1024
     """Queued copies of one device."""
+    isolate: bool = False
+    """Give no engine the pool: the daemon alone copies, and tenants that must not see each other can share it."""
     drain_s: float = 10.0
     """How long a stop waits for copies that have begun."""
     log_level: str = "info"

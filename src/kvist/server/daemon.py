@@ -19,10 +19,12 @@ from typing import Final
 import uvloop
 
 from kvist import __version__
+from kvist.errors import LayoutRefused
 from kvist.index.eviction import LeastRecentlyUsed
 from kvist.server.config import ServeConfig
 from kvist.server.lanes import DeviceContext, Lanes
-from kvist.server.service import CacheService, Runtime
+from kvist.server.runtime import Runtime
+from kvist.server.service import CacheService
 from kvist.server.transport import Transport
 from kvist.storage.pool import Pool, open_pool
 from kvist.storage.slots import SlotAllocator
@@ -65,7 +67,8 @@ async def _serve(config: ServeConfig, pool: Pool, on_ready: Callable[[], None]) 
     )  # fmt: skip
     runtime = Runtime(
         pid=os.getpid(), boot_id=boot_id, post=lambda call: _post(loop, call), clock=time.monotonic,
-        new_id=lambda: secrets.token_bytes(16), lanes=lanes,
+        new_id=lambda: secrets.token_bytes(16), lanes=lanes, watch=lambda pid: _ProcessWatch(loop, pid),
+        pool_fd=None if config.isolate else pool.fd,
     )  # fmt: skip
     service = CacheService(
         runtime, SlotAllocator(pool.nbytes), LeastRecentlyUsed(), pool_nbytes=pool.nbytes, limits=limits
@@ -96,7 +99,7 @@ async def _until_signalled(
         on_ready()
         await stop.wait()
         logger.info("stopping copies=%d", service.num_copies_in_flight)
-        service.is_draining = True
+        service.begin_draining()
         transport.stop_listening()
         await service.wait_drained(config.drain_s)
         await transport.close()
@@ -106,6 +109,41 @@ async def _until_signalled(
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     loop.call_soon_threadsafe(call)
+
+
+class _ProcessWatch:
+    """A process, held by a descriptor, so that its number cannot become another's.
+
+    The descriptor is readable when all threads of the process have ended and its files are closed, those of its GPU
+    included.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pid: int) -> None:
+        """Begin to watch.
+
+        Raises:
+            LayoutRefused: the process cannot be seen from here, or has ended.
+        """
+        self._loop = loop
+        try:
+            self._fd = os.pidfd_open(pid)
+        except OSError as error:
+            raise LayoutRefused(
+                f"process {pid} cannot be watched ({error}), so it cannot copy for itself; use the daemon lane"
+            ) from error
+
+    def when_ended(self, callback: Callable[[], None]) -> None:
+        self._loop.add_reader(self._fd, self._ended, callback)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _ended(self, callback: Callable[[], None]) -> None:
+        self._loop.remove_reader(self._fd)
+        callback()
 
 
 async def _expire_leases(service: CacheService) -> None:

@@ -13,76 +13,29 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvist.errors import (
-    AlreadyRegistered,
-    Draining,
-    InvalidBlocks,
-    LayoutError,
-    LayoutRefused,
-    Malformed,
-    NotRegistered,
-    Overloaded,
-    Refused,
-)  # fmt: skip
-from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
+from kvist.errors import Draining, InvalidBlocks, LayoutRefused, Malformed, NotRegistered, Overloaded, Refused
+from kvist.index.chunk_index import Chunk, ChunkIndex
 from kvist.index.eviction import EvictionPolicy
 from kvist.index.leases import Lease, LeaseId, LeaseTable, SessionId
-from kvist.model.coverage import check_kinds, servable_chunks
-from kvist.model.handles import MemoryHandle
-from kvist.model.keys import Digest, chunk_keys
-from kvist.model.layout import KVLayout
+from kvist.model.coverage import servable_chunks
+from kvist.model.keys import chunk_keys
 from kvist.model.transfer import Direction
-from kvist.server.lanes import Lane
-from kvist.server.parsing import (
-    ROWS_MAX,
-    check_lookup,
-    close_all,
-    duplicate_all,
-    parse_blocks,
-    parse_digests,
-    parse_layout,
-)  # fmt: skip
-from kvist.server.sessions import Peer, Registration, Session, num_registered
+from kvist.server.engine_lane import CHECKSUM_NBYTES
+from kvist.server.parsing import check_lookup, parse_blocks, parse_digests
+from kvist.server.registering import Registrar
+from kvist.server.reserving import Place, Reserver
+from kvist.server.runtime import Runtime
+from kvist.server.sessions import Peer, Registration, Send, Session, num_registered
 from kvist.storage.slots import SlotAllocator
 from kvist.transfer.executor import Job
 from kvist.transfer.plan import plan_copy
 from kvist.wire import messages as wire
 
 logger = logging.getLogger(__name__)
-
-_CHUNK_ROWS_MAX = 1 << 22
-"""Most rows of one chunk: what a copy of it costs beyond its bytes."""
-_BLOCK_NBYTES_MAX = 1 << 30
-"""Most bytes of one block: devices count inside a block with 32 bits."""
-
-
-class SupportsLanes(Protocol):
-    """Finds the lane of a device."""
-
-    def __getitem__(self, name: str) -> Lane:
-        """Return it, or raise ``LayoutRefused``."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """What the service needs from the process around it."""
-
-    pid: int
-    boot_id: str
-    post: Callable[[Callable[[], None]], None]
-    """Run a call on the service's loop; may be called from any thread."""
-    clock: Callable[[], float]
-    new_id: Callable[[], bytes]
-    """Unguessable, 16 bytes."""
-    lanes: SupportsLanes
-    """By the name that a memory handle gives."""
 
 
 class CacheService:
@@ -94,7 +47,11 @@ class CacheService:
         self._runtime = runtime
         self._slots = slots
         self._index = ChunkIndex(policy, slots.free)
+        self._reserver = Reserver(self._index, slots)
         self._leases = LeaseTable(self._index, ttl_s=limits.lease_ttl_s, new_id=runtime.new_id)
+        self._registrar = Registrar(
+            runtime, slots, pool_nbytes=pool_nbytes, orders_max=limits.requests_max, on_over=self._close_if_drained
+        )
         self._pool_nbytes = pool_nbytes
         self._limits = limits
         self._sessions: dict[SessionId, Session] = {}
@@ -105,7 +62,7 @@ class CacheService:
 
     # ── sessions ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def open_session(self, peer: Peer, hello: wire.Hello, send: Callable[[wire.Reply], None]) -> Session:
+    def open_session(self, peer: Peer, hello: wire.Hello, send: Send) -> Session:
         """Begin a session; the caller has checked the peer and the protocol."""
         session = Session(SessionId(next(self._session_ids)), peer, hello.engine_id, hello.name, send)
         self._sessions[session.id] = session
@@ -113,17 +70,29 @@ class CacheService:
         return session
 
     def close_session(self, session: Session, on_closed: Callable[[], None]) -> None:
-        """End a session: drop its leases now, finish or cancel its copies, unmap its memory, then call back."""
+        """End a session: drop its leases now, finish or cancel its copies, unmap its memory, then call back.
+
+        What its engine was told to copy is over when its process is, or when the daemon is stopping.
+        """
         if session.is_draining:
             return
         session.on_closed = on_closed
         num_leases = self._leases.release_session(session.id)
         session.cancel()
+        if session.registration is not None and (orders := session.registration.orders) is not None:
+            orders.give_up() if self.is_draining else orders.end_with_process()
         logger.info(
             "session ending session=%d pid=%d leases=%d copies=%d",
             session.id, session.peer.pid, num_leases, len(session.jobs),
         )  # fmt: skip
         self._close_if_drained(session)
+
+    def begin_draining(self) -> None:
+        """Take no new work from now on. No slot is used again, so nobody's end need be waited for."""
+        self.is_draining = True
+        for session in self._sessions.values():
+            if session.is_draining and session.registration is not None and session.registration.orders is not None:
+                session.registration.orders.give_up()
 
     async def wait_drained(self, timeout_s: float) -> None:
         """Return when no copy is in flight, or when the time is over."""
@@ -158,7 +127,8 @@ class CacheService:
         ``fds`` stay the caller's, who closes them when this returns.
         """
         try:
-            if session.num_unanswered >= self._limits.requests_max:
+            is_request_of_its_own = not isinstance(request, wire.CopyDone)
+            if session.num_unanswered >= self._limits.requests_max and is_request_of_its_own:
                 raise Overloaded(f"{session.num_unanswered} requests of this session are unanswered")
             return self._dispatch(session, request, fds)
         except Refused as refusal:
@@ -177,11 +147,15 @@ class CacheService:
                 return None
             case wire.Store():
                 return self._store(session, request)
+            case wire.CopyDone():
+                self._copy_done(session, request)
+                return None
             case wire.Release():
                 self._leases.release(LeaseId(request.lease))
                 return wire.Released(request.id)
             case wire.Register():
-                self._register(session, request, fds)
+                self._check_takes_work()
+                self._registrar.register(session, request, fds)
                 return None
             case wire.Status():
                 return self.status(request.id)
@@ -222,6 +196,10 @@ class CacheService:
             )
         if any(chunk.nbytes != registration.chunk_nbytes for chunk in chunks):
             raise LayoutRefused(f"the lease holds chunks of another size than {registration.chunk_nbytes} bytes")
+        if registration.orders is not None and any(len(chunk.checksum) != CHECKSUM_NBYTES for chunk in chunks):
+            raise LayoutRefused(
+                f"the lease holds chunks with checksums of more than the {CHECKSUM_NBYTES} bytes of an order"
+            )
         plan = plan_copy(
             Direction.SCATTER, registration.group, block_ids, _slot_offsets(chunks),
             num_skipped_blocks=request.num_skipped_blocks,
@@ -230,13 +208,15 @@ class CacheService:
             raise Malformed(f"a deadline of {request.deadline_ms} ms")
         deadline = self._runtime.clock() + request.deadline_ms / 1e3 if request.deadline_ms else None
         job = Job(
-            plan, registration.bases, deadline=deadline, checksums=[chunk.checksum for chunk in chunks],
-            on_done=lambda job: self._runtime.post(lambda: self._retrieved(session, request.id, job, lease, chunks)),
+            plan, registration.bases, positions=range(num_chunks), request_id=request.id, deadline=deadline,
+            fence=_fence(registration, is_fenced=request.is_fenced), checksums=[chunk.checksum for chunk in chunks],
+            on_done=lambda job: self._runtime.post(lambda: self._retrieved(session, job, lease, chunks)),
         )  # fmt: skip
-        self._submit(session, registration, job)
+        _check_takes_copy(registration, Direction.SCATTER, request.id)
         self._leases.claim(lease, shard=registration.shard)
+        self._submit(session, registration, job)
 
-    def _retrieved(self, session: Session, request_id: int, job: Job, lease: Lease, chunks: Sequence[Chunk]) -> None:
+    def _retrieved(self, session: Session, job: Job, lease: Lease, chunks: Sequence[Chunk]) -> None:
         self._leases.land(lease)
         for number in job.failed:
             chunk = chunks[number]
@@ -246,7 +226,7 @@ class CacheService:
         failed = sorted({*job.failed, *range(job.num_done, len(chunks))})
         self._counters["chunks_loaded"] += len(chunks) - len(failed)
         self._counters["bytes_loaded"] += (len(chunks) - len(failed)) * job.plan.chunk_nbytes
-        self._landed(session, job, wire.RetrieveReply(request_id, len(chunks), failed))
+        self._landed(session, job, wire.RetrieveReply(job.request_id, len(chunks), failed))
 
     def _store(self, session: Session, request: wire.Store) -> wire.StoreReply | None:
         self._check_takes_work()
@@ -256,8 +236,10 @@ class CacheService:
         parent_digests = parse_digests(request.parent)
         if len(parent_digests) > 1:
             raise Malformed(f"{len(parent_digests)} digests as one parent")
-        self._lane(registration).stores.check_takes_work()
-        found = self._reserve(registration, parent_digests, digests)
+        fence = _fence(registration, is_fenced=request.is_fenced)
+        _check_takes_copy(registration, Direction.GATHER, request.id)
+        place = Place(registration.group_number, registration.shard, registration.chunk_nbytes)
+        found = self._reserver.reserve(place, parent_digests, digests)
         reply = wire.StoreReply(request.id, len(found.reserved), found.num_present, found.num_refused, found.reason)
         if not found.reserved:
             self._count_stored(reply, registration.chunk_nbytes)
@@ -266,140 +248,36 @@ class CacheService:
         chunks = [chunk for _, chunk in found.reserved]
         job = Job(
             plan_copy(Direction.GATHER, registration.group, block_ids[numbers], _slot_offsets(chunks)),
-            registration.bases,
+            registration.bases, positions=numbers, request_id=request.id, fence=fence,
             on_done=lambda job: self._runtime.post(lambda: self._stored(session, reply, job, chunks)),
-        )
+        )  # fmt: skip
         self._submit(session, registration, job)
         return None
-
-    def _reserve(
-        self, registration: Registration, parent_digests: Sequence[Digest], digests: Sequence[Digest]
-    ) -> _Reservation:
-        """Reserve a slot for every chunk that is not there yet, evicting as needed, until one cannot be had."""
-        place = {"group": registration.group_number, "shard": registration.shard}
-        parent_keys = chunk_keys(parent_digests, **place)
-        parent = self._index.get(parent_keys[0]) if parent_keys else None
-        if parent_keys and parent is None:
-            return _Reservation([], 0, len(digests), "no parent")
-        reserved: list[tuple[int, Chunk]] = []
-        num_present = 0
-        for number, key in enumerate(chunk_keys(digests, **place)):
-            chunk = self._index.get(key)
-            if chunk is not None:
-                num_present += 1
-            else:
-                slot_offset = self._allocate(registration.chunk_nbytes, below=parent)
-                if slot_offset is None:
-                    return _Reservation(reserved, num_present, len(digests) - number, "pool full")
-                chunk = self._index.reserve(key, parent, slot_offset, registration.chunk_nbytes)
-                reserved.append((number, chunk))
-            parent = chunk
-        return _Reservation(reserved, num_present, 0, "")
-
-    def _allocate(self, nbytes: int, *, below: Chunk | None) -> int | None:
-        """Return a slot, evicting leaves as needed, but never the chunk that the new one will hang below."""
-        pinned = below if below is not None and below.state is ChunkState.SEALED else None
-        if pinned is not None:
-            self._index.pin(pinned)
-        try:
-            while (slot_offset := self._slots.allocate(nbytes)) is None:
-                if self._index.evict() is None:
-                    return None
-            return slot_offset
-        finally:
-            if pinned is not None:
-                self._index.unpin(pinned)
 
     def _stored(self, session: Session, planned: wire.StoreReply, job: Job, chunks: Sequence[Chunk]) -> None:
         for chunk, checksum in zip(chunks, job.checksums, strict=False):
             self._index.seal(chunk, checksum)
         for chunk in reversed(chunks[len(job.checksums) :]):
             self._index.abort(chunk)
-        reply = planned
-        if num_lost := len(chunks) - len(job.checksums):
-            reply = wire.StoreReply(
-                planned.id, len(job.checksums), planned.num_present, planned.num_refused + num_lost, "copy failed"
-            )
+        num_lost = len(chunks) - len(job.checksums)
+        reply = wire.StoreReply(
+            job.request_id, len(job.checksums), planned.num_present, planned.num_refused + num_lost,
+            "copy failed" if num_lost else planned.reason,
+        )  # fmt: skip
         self._count_stored(reply, job.plan.chunk_nbytes)
         self._landed(session, job, reply)
+
+    def _copy_done(self, session: Session, request: wire.CopyDone) -> None:
+        orders = _registered(session).orders
+        if orders is None:
+            raise Malformed(f"session {session.id} has no copies to carry out")
+        orders.finish(request)
 
     def _count_stored(self, reply: wire.StoreReply, chunk_nbytes: int) -> None:
         self._counters["chunks_stored"] += reply.num_stored
         self._counters["chunks_present"] += reply.num_present
         self._counters["chunks_refused"] += reply.num_refused
         self._counters["bytes_stored"] += reply.num_stored * chunk_nbytes
-
-    def _register(self, session: Session, request: wire.Register, fds: Sequence[int]) -> None:
-        self._check_takes_work()
-        if session.registration is not None or session.is_registering:
-            raise AlreadyRegistered(f"session {session.id} has registered its KV memory; connect anew to do it again")
-        layout, handles = parse_layout(request)
-        lanes = {handle.lane for handle in handles}
-        if len(lanes) != 1:
-            raise LayoutRefused(f"memory on {sorted(lanes)}; one worker's memory lies on one device")
-        lane = self._runtime.lanes[lanes.pop()]
-        num_fds = sum(handle.num_fds for handle in handles)
-        if len(fds) != num_fds:
-            raise Malformed(f"{len(handles)} allocations with {num_fds} file descriptors, and {len(fds)} have come")
-        if not 0 <= request.shard < request.num_shards <= ROWS_MAX:
-            raise Malformed(f"shard {request.shard} of {request.num_shards}; at most {ROWS_MAX}")
-        try:
-            check_kinds(layout.groups)
-            if len(layout.groups) > 1:
-                raise LayoutError(f"{len(layout.groups)} layer groups; only models with one are served")
-            blocks_per_chunk = layout.groups[0].blocks_per_chunk(request.chunk_tokens)
-            self._slots.check_fits(layout.groups[0].block_nbytes * blocks_per_chunk)
-            num_rows = layout.groups[0].num_rows * blocks_per_chunk
-            if layout.groups[0].block_nbytes > _BLOCK_NBYTES_MAX:
-                raise LayoutError(f"a block of {layout.groups[0].block_nbytes} bytes; at most {_BLOCK_NBYTES_MAX}")
-            if num_rows > _CHUNK_ROWS_MAX:
-                raise LayoutError(f"a chunk of {num_rows} rows is over the limit of {_CHUNK_ROWS_MAX}")
-        except LayoutError as error:
-            raise LayoutRefused(str(error)) from error
-        self._open_memory(session, request, _Opening(lane, layout, handles, blocks_per_chunk), fds)
-
-    def _open_memory(self, session: Session, request: wire.Register, opening: _Opening, fds: Sequence[int]) -> None:
-        """Map the memory on its device's thread; the reply follows."""
-        lane, own_fds = opening.lane, duplicate_all(fds)
-        session.is_registering = True
-        session.num_unanswered += 1
-
-        def on_device_thread() -> None:
-            bases: list[int] = []
-            refusal: LayoutRefused | None = None
-            try:
-                left = iter(own_fds)
-                for handle in opening.handles:
-                    fds_of_handle = list(itertools.islice(left, handle.num_fds))
-                    bases.append(lane.device.open_memory(handle, fds_of_handle))
-            except LayoutError as error:
-                refusal = LayoutRefused(str(error))
-                for handle, base in zip(opening.handles, bases, strict=False):
-                    lane.device.close_memory(base, handle.nbytes)
-            finally:
-                close_all(own_fds)
-            registration = None if refusal else Registration(
-                request.shard, opening.layout, 0, opening.blocks_per_chunk, opening.handles, tuple(bases)
-            )  # fmt: skip
-            self._runtime.post(lambda: self._registered(session, request.id, registration, refusal))
-
-        lane.loads.call(on_device_thread)
-
-    def _registered(
-        self, session: Session, request_id: int, registration: Registration | None, refusal: LayoutRefused | None
-    ) -> None:
-        session.is_registering = False
-        session.registration = registration
-        if refusal is not None:
-            self._answer(session, wire.Error(request_id, refusal.code, str(refusal)))
-        elif registration is not None:
-            self._answer(session, wire.Registered(request_id, registration.chunk_nbytes))
-            logger.info(
-                "registered session=%d pid=%d shard=%d blocks=%d chunk_nbytes=%d",
-                session.id, session.peer.pid, registration.shard, registration.group.num_blocks,
-                registration.chunk_nbytes,
-            )  # fmt: skip
-        self._close_if_drained(session)
 
     def status(self, request_id: int) -> wire.StatusReply:
         """Return the daemon's counters and gauges."""
@@ -424,44 +302,26 @@ class CacheService:
 
     # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _lane(self, registration: Registration) -> Lane:
-        return self._runtime.lanes[registration.handles[0].lane]
-
     def _submit(self, session: Session, registration: Registration, job: Job) -> None:
+        """Begin a copy that was checked. A request's last act: an engine that is gone ends its session here."""
         job.submitted_at = self._runtime.clock()
-        self._lane(registration).executor(job.plan.direction).submit(job)
-        session.jobs.add(job)
         session.num_unanswered += 1
+        session.jobs.add(job)
+        registration.lane.executor(job.plan.direction).submit(job)
 
     def _landed(self, session: Session, job: Job, reply: wire.Reply) -> None:
         kind = "load" if job.plan.direction is Direction.SCATTER else "store"
         self._counters[f"{kind}_ns"] += int((self._runtime.clock() - job.submitted_at) * 1e9)
         session.jobs.discard(job)
-        self._answer(session, reply)
+        session.answer(reply)
         self._close_if_drained(session)
         if self._drained is not None and not self.num_copies_in_flight:
             self._drained.set()
 
-    def _answer(self, session: Session, reply: wire.Reply) -> None:
-        session.num_unanswered -= 1
-        if not session.is_draining:
-            session.send(reply)
-
     def _close_if_drained(self, session: Session) -> None:
         if not session.is_draining or session.jobs or session.is_registering or session.id not in self._sessions:
             return
-        registration, session.registration = session.registration, None
-        if registration is None:
-            self._session_closed(session)
-            return
-        lane = self._lane(registration)
-
-        def on_device_thread() -> None:
-            for handle, base in zip(registration.handles, registration.bases, strict=True):
-                lane.device.close_memory(base, handle.nbytes)
-            self._runtime.post(lambda: self._session_closed(session))
-
-        lane.loads.call(on_device_thread)
+        self._registrar.let_go(session, lambda: self._session_closed(session))
 
     def _session_closed(self, session: Session) -> None:
         if self._sessions.pop(session.id, None) is not None:
@@ -474,31 +334,23 @@ class CacheService:
             raise Draining(f"the daemon (pid {self._runtime.pid}) is stopping")
 
 
-@dataclass(frozen=True, slots=True)
-class _Reservation:
-    """What became of the chunks of one store."""
-
-    reserved: list[tuple[int, Chunk]]
-    """(position in the request, chunk)"""
-    num_present: int
-    num_refused: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """A registration that is checked and not mapped yet."""
-
-    lane: Lane
-    layout: KVLayout
-    handles: tuple[MemoryHandle, ...]
-    blocks_per_chunk: int
-
-
 def _registered(session: Session) -> Registration:
     if session.registration is None:
         raise NotRegistered(f"session {session.id} has not registered its KV memory")
     return session.registration
+
+
+def _fence(registration: Registration, *, is_fenced: bool) -> object | None:
+    if is_fenced and registration.fence is None and registration.orders is None:
+        raise Malformed(f"shard {registration.shard} has registered no event to wait for")
+    return registration.fence if is_fenced else None
+
+
+def _check_takes_copy(registration: Registration, direction: Direction, request_id: int) -> None:
+    """Make sure that a copy can be submitted: what a request changes before that could not be undone."""
+    registration.lane.executor(direction).check_takes_work()
+    if registration.orders is not None:
+        registration.orders.check_is_new(request_id)
 
 
 def _slot_offsets(chunks: Sequence[Chunk]) -> npt.NDArray[np.int64]:

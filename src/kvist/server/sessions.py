@@ -1,7 +1,8 @@
 """Connected engine processes, and what each of them has put into the daemon's hands.
 
 States: connected → registered → draining → closed. The law: memory is unmapped only after the last copy on it has
-landed, and it is unmapped then whatever the reason for the end was.
+landed, and it is unmapped then whatever the reason for the end was. A copy that the engine carries out itself has
+landed when the engine says so or when its process has ended.
 """
 
 from __future__ import annotations
@@ -12,8 +13,13 @@ from dataclasses import dataclass, field
 from kvist.index.leases import SessionId
 from kvist.model.handles import MemoryHandle
 from kvist.model.layout import KVLayout, LayerGroup
+from kvist.server.engine_lane import EngineLane
+from kvist.server.lanes import Lane
 from kvist.transfer.executor import Job
 from kvist.wire.messages import Reply
+
+Send = Callable[[Reply, Sequence[int]], None]
+"""Sends a reply, and descriptors that stay the caller's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One worker's KV memory, mapped and checked."""
+    """One worker's KV memory, checked, and mapped where the daemon copies."""
 
     shard: int
     layout: KVLayout
@@ -34,7 +40,11 @@ class Registration:
     blocks_per_chunk: int
     handles: tuple[MemoryHandle, ...]
     bases: tuple[int, ...]
-    """Address of each allocation in this process."""
+    """Address of each allocation in this process; none where the engine copies for itself."""
+    lane: Lane | EngineLane
+    """Who copies."""
+    fence: object | None = None
+    """The engine's event, as the device has opened it."""
 
     @property
     def group(self) -> LayerGroup:
@@ -46,6 +56,11 @@ class Registration:
         """Bytes of one chunk of this worker."""
         return self.group.block_nbytes * self.blocks_per_chunk
 
+    @property
+    def orders(self) -> EngineLane | None:
+        """What the engine was told to copy; None where the daemon copies."""
+        return self.lane if isinstance(self.lane, EngineLane) else None
+
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -55,7 +70,7 @@ class Session:
     peer: Peer
     engine_id: str
     name: str
-    send: Callable[[Reply], None]
+    send_with_fds: Send
     registration: Registration | None = None
     is_registering: bool = False
     jobs: set[Job] = field(default_factory=set)
@@ -63,6 +78,16 @@ class Session:
     num_unanswered: int = 0
     on_closed: Callable[[], None] | None = None
     """Set when the end has begun; called when nothing of the session is left."""
+
+    def send(self, reply: Reply) -> None:
+        """Send a reply."""
+        self.send_with_fds(reply, ())
+
+    def answer(self, reply: Reply) -> None:
+        """Reply to a request that was left unanswered until now."""
+        self.num_unanswered -= 1
+        if not self.is_draining:
+            self.send(reply)
 
     @property
     def is_draining(self) -> bool:
@@ -76,5 +101,5 @@ class Session:
 
 
 def num_registered(sessions: Sequence[Session]) -> int:
-    """Return how many sessions have KV memory mapped."""
+    """Return how many sessions have registered KV memory."""
     return sum(session.registration is not None for session in sessions)

@@ -147,18 +147,24 @@ class _Connection:
         else:
             self._transport.service.close_session(self._session, self._finish)
 
-    def send(self, reply: wire.Reply) -> None:
-        """Send a reply now if the peer reads, soon if it does so a little later; end the connection if it does not."""
-        frame = encode(reply)
-        num_sent = 0 if self._unsent else self._send_now(frame)
+    def send(self, reply: wire.Reply, fds: Sequence[int] = ()) -> None:
+        """Send a reply now if the peer reads, soon if it does so a little later; end the connection if it does not.
+
+        Descriptors go with the first byte, so with them nothing may be waiting to be sent.
+        """
+        frame = encode(reply, num_fds=len(fds))
+        num_sent = 0 if self._unsent else self._send_now(frame, fds)
+        if fds and not num_sent:
+            return self.close("peer does not read its replies")
         if num_sent == len(frame):
-            return
+            return None
         self._unsent += frame[num_sent:]
         if len(self._unsent) > _UNSENT_NBYTES_MAX:
             self._unsent.clear()
             self.close("peer does not read its replies")
         else:
             self._flush()
+        return None
 
     def _on_readable(self) -> None:
         try:
@@ -267,10 +273,10 @@ class _Connection:
         else:
             self._loop.remove_writer(self._sock)
 
-    def _send_now(self, data: bytes | bytearray) -> int:
+    def _send_now(self, data: bytes | bytearray, fds: Sequence[int] = ()) -> int:
         """Return how many bytes went out; all of them if the peer is gone, for whom nothing need be kept."""
         try:
-            return self._sock.send(data)
+            return socket.send_fds(self._sock, [data], list(fds)) if fds else self._sock.send(data)
         except BlockingIOError:
             return 0
         except OSError as error:

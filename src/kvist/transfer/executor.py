@@ -31,8 +31,14 @@ class Job:
     """Called on the executor's thread, once."""
     checksums: list[bytes] = field(default_factory=list)
     """Of each chunk: expected ones for a scatter, found ones after a gather."""
+    positions: Sequence[int] = ()
+    """Which of the request's chunks these are."""
+    request_id: int = 0
+    """Of the request that is answered when this is done."""
     deadline: float | None = None
     """On ``time.monotonic()``."""
+    fence: object | None = None
+    """What the device waits for before it touches a block, in its own terms."""
     submitted_at: float = 0.0
     is_cancelled: bool = False
     """May be set by any thread at any time."""
@@ -127,6 +133,8 @@ class Executor:
 
     def _copy(self, job: Job) -> None:
         plan = job.plan
+        if job.fence is not None and not job.num_done:
+            self._device.wait_for(plan.direction, job.fence)
         chunks = range(job.num_done, plan.num_chunks)
         if plan.direction is Direction.GATHER:
             checksums = self._device.gather(

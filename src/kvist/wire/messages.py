@@ -78,6 +78,8 @@ class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_field
     chunk_tokens: int
     memory: list[MemorySpec]
     groups: list[GroupSpec]
+    fence: bytes = b""
+    """A GPU event of the engine, as CUDA exports it: copies of requests that say ``is_fenced`` wait for it."""
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
@@ -101,6 +103,8 @@ class Retrieve(msgspec.Struct, frozen=True, tag="retrieve"):
     """Leading blocks that must not be written."""
     deadline_ms: int = 0
     """Copies not begun by then are not begun at all; 0 is no deadline."""
+    is_fenced: bool = False
+    """The blocks may be written only after the registered event, which was recorded before this was sent."""
 
 
 class Store(msgspec.Struct, frozen=True, tag="store"):
@@ -111,6 +115,22 @@ class Store(msgspec.Struct, frozen=True, tag="store"):
     parent: bytes
     """Digest of the chunk before the first; empty at the start of a prompt."""
     block_ids: bytes
+    is_fenced: bool = False
+    """The blocks hold their bytes only after the registered event, which was recorded before this was sent."""
+
+
+class CopyDone(msgspec.Struct, frozen=True, tag="copy_done"):
+    """An order was carried out, or as much of it as will be. The reply is that of the request behind the order."""
+
+    id: int
+    order: int
+    """``CopyOrder.id``"""
+    num_done: int
+    """Chunks that were copied, from the order's first."""
+    checksums: bytes = b""
+    """Of the copied chunks, 8 bytes each, for a store."""
+    failed: list[int] = []
+    """Copied chunks that do not match their checksums, for a retrieve."""
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -132,7 +152,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     id: int
 
 
-Request = Hello | Register | Lookup | Retrieve | Store | Release | Ping | Status
+Request = Hello | Register | Lookup | Retrieve | Store | CopyDone | Release | Ping | Status
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -158,10 +178,15 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
-    """The memory is mapped; block ids can be named."""
+    """The memory is mapped; block ids can be named.
+
+    To an engine that copies itself comes one file descriptor: the pool's.
+    """
 
     id: int
     chunk_nbytes: int
+    pool_nbytes: int = 0
+    """Size of the pool, where its descriptor comes with this."""
 
 
 class LookupReply(msgspec.Struct, frozen=True, tag="lookup_reply"):
@@ -191,6 +216,18 @@ class StoreReply(msgspec.Struct, frozen=True, tag="store_reply"):
     num_refused: int = 0
     reason: str = ""
     """Why the refused ones were: ``pool full``, ``no parent``, ``copy failed``."""
+
+
+class CopyOrder(msgspec.Struct, frozen=True, tag="copy_order"):
+    """Copy between the request's blocks and these slots, then say ``CopyDone``. The reply to a retrieve or a store."""
+
+    id: int
+    slots: bytes
+    """Offset of each chunk in the pool, int64."""
+    positions: bytes
+    """Which of the request's chunks these are, int32."""
+    checksums: bytes = b""
+    """Of each chunk, 8 bytes, for a retrieve."""
 
 
 class Released(msgspec.Struct, frozen=True, tag="released"):
@@ -232,4 +269,6 @@ class Error(msgspec.Struct, frozen=True, tag="error"):
     detail: str
 
 
-Reply = Welcome | Registered | LookupReply | RetrieveReply | StoreReply | Released | Pong | StatusReply | Error
+Reply = (
+    Welcome | Registered | LookupReply | RetrieveReply | StoreReply | CopyOrder | Released | Pong | StatusReply | Error
+)

@@ -36,10 +36,11 @@ def test_later_sources_win(tmp_path):
         flags={"pool": "3GiB", "lease_ttl_s": None},
         KVIST_POOL="2GiB",
         KVIST_LEASE_TTL_S="2.5",
+        KVIST_ISOLATE="true",
         KVIST_ALLOW_UIDS="8,9",
         OTHER_POOL="9GiB",
     )
-    assert config == ServeConfig(pool=3 * GIB, lease_ttl_s=2.5, sessions_max=3, allow_uids=(8, 9))
+    assert config == ServeConfig(pool=3 * GIB, lease_ttl_s=2.5, sessions_max=3, allow_uids=(8, 9), isolate=True)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ BAD_VALUES = [
     ("copies_max", "0"),
     ("allow_uids", "root"),
     ("log_level", "loud"),
+    ("isolate", "maybe"),
     ("socket", "/tmp/" + "x" * 200),
 ]
 

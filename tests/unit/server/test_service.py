@@ -263,7 +263,7 @@ def test_a_draining_daemon_takes_no_new_work(daemon: SimulatedDaemon, engine: Si
     store(engine, "a1")
     found = look_up(engine, "a1")
     running = send_store(engine, "b1")
-    daemon.service.is_draining = True
+    daemon.service.begin_draining()
     late = SimulatedEngine(daemon, LAID, chunk_tokens=CHUNK_TOKENS)
     for whose, sent in (
         (engine, engine.send(lambda number: wire.Lookup(number, digests("a1")))),

@@ -17,13 +17,16 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvist.adapters.vllm import layout
+from kvist.adapters.vllm.handover import HandedOver, keep_memory, share_memory
 from kvist.adapters.vllm.metadata import KvistMetadata, KvistWorkerMetadata, StoreJob
 from kvist.adapters.vllm.options import Options, parse_options
 from kvist.adapters.vllm.scheduler import EngineFacts, SchedulerSide
 from kvist.adapters.vllm.sharing import share_storages
-from kvist.adapters.vllm.worker import Results, WorkerSide, registration
+from kvist.adapters.vllm.worker import Results, WorkerSide
 from kvist.client.client import Client
-from kvist.errors import ConfigError, KeyInvalid, KvistError, LayoutError, Refused
+from kvist.errors import ConfigError, DeviceError, KeyInvalid, KvistError, LayoutError, Refused
+from kvist.model.handles import HOST, MemoryHandle
+from kvist.model.layout import LayerGroup
 from kvist.wire import messages as wire
 
 logger = logging.getLogger(__name__)
@@ -32,7 +35,11 @@ FLAG: Final = (
     '--kv-transfer-config \'{"kv_connector":"KvistConnector","kv_connector_module_path":"kvist.adapters.vllm",'
     '"kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
 )
-_REGISTRATION_S: Final = 5.0
+_HELD_FOR_DAEMON: Final = 0.25
+_HELD_FOR_WORKER: Final = 0.75
+"""Part of the engine's blocks that unfinished stores may hold."""
+_REGISTRATION_S: Final = 30.0
+"""A GPU's first view of a large pool takes seconds."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -104,6 +111,9 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_tokens=block_tokens,
             num_workers=self._config.parallel_config.world_size,
             num_blocks=int(self._cache_config.num_blocks),
+            # What a daemon reads is held for as long as it takes, even if that is for ever; what this process reads is
+            # let go of in time.
+            held_share_max=_HELD_FOR_DAEMON if self._is_copied_by_daemon else _HELD_FOR_WORKER,
             has_prefix_cache=bool(self._config.cache_config.enable_prefix_caching),
         )
         return SchedulerSide(self._client("scheduler"), self._options, namespace, facts)
@@ -134,32 +144,43 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         try:
             group, storages = layout.describe(kv_caches, self._cache_config)
-            nbytes = [storage.nbytes() for storage in storages]
-            fds = share_storages(storages)
-        except LayoutError as error:
+            memory = self._hand_over(group, storages)
+        except (LayoutError, DeviceError) as error:
             self._disable(str(error))
             return
         parallel = self._config.parallel_config
 
-        def registrar(request_id: int) -> tuple[wire.Register, list[int]]:
-            message = registration(
-                request_id, group, nbytes, shard=parallel.rank, num_shards=parallel.world_size,
-                chunk_tokens=self._chunk_tokens,
-            )  # fmt: skip
-            return message, fds
+        def registrar(request_id: int) -> tuple[wire.Register, tuple[int, ...]]:
+            message = memory.registration(
+                request_id, shard=parallel.rank, num_shards=parallel.world_size, chunk_tokens=self._chunk_tokens
+            )
+            return message, memory.fds
 
         client = self._client(f"worker {parallel.rank}", registrar)
-        self._worker.connect(client)
+        requests = memory.requests(client, self._chunk_tokens // layout.block_tokens(self._cache_config))
+        self._worker.connect(requests, memory.fence)
         try:
-            registered = client.register(_REGISTRATION_S)
-        except Refused as error:
+            registered = requests.register(_REGISTRATION_S)
+        except (Refused, LayoutError) as error:
             self._disable(str(error))
         except KvistError as error:
             logger.warning("kvist: %s; will try again when there is something to keep", error)
         else:
             logger.info(
-                "kvist: KV memory shared chunk_tokens=%d chunk=%d B", self._chunk_tokens, registered.chunk_nbytes
-            )
+                "kvist: KV memory shared lane=%s chunk_tokens=%d chunk=%d B",
+                "engine" if memory.bases else "daemon", self._chunk_tokens, registered.chunk_nbytes,
+            )  # fmt: skip
+
+    @property
+    def _is_copied_by_daemon(self) -> bool:
+        return str(self._config.device_config.device_type) != "cuda" or self._options.lane == "daemon"
+
+    def _hand_over(self, group: LayerGroup, storages: list[Any]) -> HandedOver:
+        """Make a worker's memory reachable for whoever copies."""
+        if str(self._config.device_config.device_type) != "cuda":
+            handles = tuple(MemoryHandle(HOST, storage.nbytes()) for storage in storages)
+            return HandedOver(group, handles, fds=tuple(share_storages(storages)))
+        return share_memory(group, storages) if self._is_copied_by_daemon else keep_memory(group, storages)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -16,12 +16,15 @@ from typing import Any, Final
 
 import torch
 import vllm
+from vllm import envs
+from vllm.platforms import current_platform
 
 from kvist.errors import LayoutError
 from kvist.model.keys import Namespace
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
 
 NULL_BLOCK: Final = 0
+_DEVICES: Final = ("cpu", "cuda")
 _FULL_SPECS: Final = {"FullAttentionSpec", "MLAAttentionSpec"}
 _ISA_FLAGS: Final = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd", "bf16", "sve")
 
@@ -33,8 +36,8 @@ def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
         LayoutError: names the feature or the group, and the option to change where there is one.
     """
     device = str(vllm_config.device_config.device_type)
-    if device != "cpu":
-        raise LayoutError(f"KV memory on {device!r} is not served yet; only 'cpu' is")
+    if device not in _DEVICES:
+        raise LayoutError(f"KV memory on {device!r} is not served; served are {list(_DEVICES)}")
     groups = kv_cache_config.kv_cache_groups
     kinds = [_spec_names(group.kv_cache_spec) for group in groups]
     if len(groups) != 1:
@@ -66,7 +69,7 @@ def block_tokens(kv_cache_config: Any) -> int:
 def describe(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> tuple[LayerGroup, list[Any]]:
     """Return the layers as planes, and the storages that they lie in, in the order of ``LayerPlane.memory``.
 
-    A CPU block's inside is known to its attention kernel alone, so a plane is one opaque page per block.
+    A block's inside is known to its attention kernel alone, so a plane is one opaque page per block.
 
     Raises:
         LayoutError: a layer's blocks are not what vLLM's configuration says, or a page is not contiguous.
@@ -75,9 +78,9 @@ def describe(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> tup
     storages: dict[int, tuple[int, Any]] = {}
     planes: dict[tuple[int, int], LayerPlane] = {}
     for name, tensor in kv_caches.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type not in _DEVICES:
             kind = tensor.device.type if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise LayoutError(f"layer {name} has KV memory of kind {kind!r}; only 'cpu' is served")
+            raise LayoutError(f"layer {name} has KV memory of kind {kind!r}; served are {list(_DEVICES)}")
         storage = tensor.untyped_storage()
         number, _ = storages.setdefault(storage.data_ptr(), (len(storages), storage))
         plane = _describe_layer(name, tensor, number, num_blocks)
@@ -98,7 +101,7 @@ def describe_namespace(vllm_config: Any, kv_cache_config: Any, *, chunk_tokens: 
         "spec": repr(group.kv_cache_spec),
         "block": block_tokens(kv_cache_config),
         "page": int(group.kv_cache_spec.page_size_bytes),
-        "packed by": _cpu_packing(),
+        "packed by": _packing(vllm_config),
     }
     weights = {
         "version": version,
@@ -179,6 +182,15 @@ def _text_config(model: Any) -> Any:
     for key in ("transformers_version", "_name_or_path", "dtype", "torch_dtype"):
         values.pop(key, None)
     return values
+
+
+def _packing(vllm_config: Any) -> str:
+    """Name what decides how attention kernels pack the inside of a block."""
+    device = str(vllm_config.device_config.device_type)
+    if device == "cpu":
+        return _cpu_packing()
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    return f"{device} {current_platform.get_device_capability()} {backend} {envs.VLLM_KV_CACHE_LAYOUT}"
 
 
 def _cpu_packing() -> str:

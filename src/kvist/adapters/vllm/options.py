@@ -21,12 +21,16 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens per chunk, a multiple of the engine's block; 0 chooses."""
     deadline_s: float = 1.0
     """Longest that a request waits for the daemon before its prompt is computed instead."""
+    lane: str = ""
+    """Who copies a GPU's blocks: ``engine`` (threads in the worker) or ``daemon``; empty chooses."""
     weights_version: str = ""
     """Names weights that the model's name and revision do not tell apart."""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 0 or self.deadline_s <= 0:
             raise ConfigError(f"chunk_tokens must not be negative, and deadline_s must be positive: {self}")
+        if self.lane not in ("", "engine", "daemon"):
+            raise ConfigError(f"lane {self.lane!r} is none of 'engine', 'daemon'")
 
     @property
     def socket_path(self) -> str:

@@ -31,8 +31,6 @@ _ANSWER_WAIT_S: Final = 0.003
 """Several times what the daemon needs for a lookup; longer would be felt by the running batch."""
 _LEASE_MARGIN: Final = 0.5
 """Part of a lease's life for which a remembered lookup is trusted."""
-_HELD_SHARE_MAX: Final = 0.25
-"""Part of the engine's blocks that unfinished stores may hold."""
 _STEPPING_S: Final = 2.0
 """How long an idle engine is kept stepping for a job's end."""
 
@@ -55,6 +53,8 @@ class EngineFacts:
     block_tokens: int
     num_workers: int
     num_blocks: int
+    held_share_max: float
+    """Part of the blocks that unfinished stores may hold."""
     has_prefix_cache: bool
     """The engine itself keeps finished prompts' blocks for others."""
 
@@ -76,7 +76,7 @@ class SchedulerSide:
         self._chunk_tokens = namespace.chunk_tokens
         self._engine = engine
         self._blocks_per_chunk = namespace.chunk_tokens // engine.block_tokens
-        self._held_max = max(self._blocks_per_chunk, int(engine.num_blocks * _HELD_SHARE_MAX))
+        self._held_max = max(self._blocks_per_chunk, int(engine.num_blocks * engine.held_share_max))
         self._clock = clock
         self._pool: Any = None
         self._roots: dict[tuple[str, str], Digest] = {}
@@ -84,6 +84,8 @@ class SchedulerSide:
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
         self._loads: list[LoadJob] = []
+        self._last_stores: list[StoreJob] = []
+        """Of requests that have ended since the last step."""
         self._abandoned: list[Pending] = []
 
     def bind_pool(self, pool: Any) -> None:
@@ -153,13 +155,12 @@ class SchedulerSide:
         """Return the stores of the chunks that this step completes."""
         self._client.poll()
         self._settle_abandoned()
-        stores: list[StoreJob] = []
+        stores, self._last_stores = self._last_stores, []
         for request_id, num_computed_tokens in self._take_steps(scheduler_output):
             tracked = self._tracked.get(request_id)
-            if tracked is not None and tracked.options.write:
-                store = self._begin_store(tracked, num_computed_tokens)
-                if store is not None:
-                    stores.append(store)
+            if tracked is not None:
+                tracked.num_computed_tokens = num_computed_tokens
+                stores += self._begin_store(tracked)
         return stores
 
     def take_reports(self, settled: Counter[int]) -> None:
@@ -174,10 +175,11 @@ class SchedulerSide:
                 layout.let_go_of_blocks(self._pool, job.blocks)
 
     def end(self, request: Any) -> None:
-        """Forget a request. Its jobs go on, and keep their blocks."""
+        """Forget a request. Its jobs go on, and keep their blocks; what could not be stored before is stored now."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             self._forget_lookup(tracked)
+            self._last_stores += self._begin_store(tracked)
 
     def must_keep_stepping(self) -> bool:
         """Return whether an idle engine should go on for the sake of jobs that will soon be over."""
@@ -285,19 +287,21 @@ class SchedulerSide:
             LoadJob(number, request_id, lookup.reply.lease, first_chunk, block_ids, num_skipped_blocks)
         )  # fmt: skip
 
-    def _begin_store(self, tracked: Tracked, num_computed_tokens: int) -> StoreJob | None:
+    def _begin_store(self, tracked: Tracked) -> list[StoreJob]:
         """Store the chunks that are whole after this step, as far as blocks may be held for it."""
-        end = min(num_computed_tokens // self._chunk_tokens, tracked.num_whole_chunks())
+        if not tracked.options.write:
+            return []
+        end = min(tracked.num_computed_tokens // self._chunk_tokens, tracked.num_whole_chunks())
         end = min(end, len(tracked.block_ids) // self._blocks_per_chunk)
         first = tracked.num_offered
         num_held = sum(len(job.blocks) for job in self._jobs.values())
         end = min(end, first + (self._held_max - num_held) // self._blocks_per_chunk)
         if end <= first or not self._client.is_connected or self._client.is_late:
-            return None
+            return []
         block_ids = tuple(tracked.block_ids[first * self._blocks_per_chunk : end * self._blocks_per_chunk])
         tracked.num_offered = end
         parent = tracked.digest(first - 1) if first else b""
-        return StoreJob(self._hold(block_ids), tracked.packed(first, end), parent, block_ids)
+        return [StoreJob(self._hold(block_ids), tracked.packed(first, end), parent, block_ids)]
 
     def _hold(self, block_ids: tuple[int, ...], digests: frozenset[Digest] = frozenset()) -> int:
         number = self._next_job

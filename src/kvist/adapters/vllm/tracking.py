@@ -46,6 +46,8 @@ class Tracked:
     num_local_tokens: int = 0
     """What the engine had itself when it last asked."""
     block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """After the last step that it was part of."""
     num_offered: int = 0
     """Chunks, from the first, that the daemon has or was asked to store."""
 

@@ -13,17 +13,40 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from kvist.adapters.vllm.metadata import KvistMetadata, LoadJob, StoreJob
-from kvist.client.client import Build, Client, Pending
-from kvist.model.layout import LayerGroup
+from kvist.client.client import Build, Pending
 from kvist.wire import messages as wire
 
 logger = logging.getLogger(__name__)
 
 _IDLE_WAIT_S: Final = 0.005
 """How long a step that computes nothing waits for the daemon: this worker's core is better used by the copy."""
+
+
+class Requests(Protocol):
+    """Where a worker's requests go: a ``Client``, or an ``EngineLane``."""
+
+    def submit(self, build: Build) -> Pending:
+        """Send a request and return at once."""
+        ...
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take in what has come; wait at most so long for the first."""
+        ...
+
+    def close(self) -> None:
+        """Leave the daemon."""
+        ...
+
+
+class Fence(Protocol):
+    """An event that the daemon knows."""
+
+    def record(self) -> None:
+        """Set it behind everything that the worker has given to its accelerator."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +73,8 @@ class WorkerSide:
         self, *, blocks_per_chunk: int = 1, deadline_s: float = 1.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Begin without a daemon; all loads fail at once until ``connect``."""
-        self._client: Client | None = None
+        self._client: Requests | None = None
+        self._fence: Fence | None = None
         self._blocks_per_chunk = blocks_per_chunk
         self._deadline_s = deadline_s
         self._clock = clock
@@ -60,18 +84,24 @@ class WorkerSide:
         self._is_idle = False
         self._undone: dict[str, Sequence[int]] = {}
 
-    def connect(self, client: Client) -> None:
-        """Use a client, which registers this worker's memory."""
+    def connect(self, client: Requests, fence: Fence | None = None) -> None:
+        """Use a client, which registers this worker's memory; ``fence`` is the event that it registers, if any."""
         self._client = client
+        self._fence = fence
 
     def begin(self, metadata: KvistMetadata) -> None:
-        """Send this step's loads. Stores follow when the step has been computed."""
+        """Send this step's loads. Stores follow when the step has been computed, at once if it computes nothing.
+
+        Not all versions of vLLM call what follows a step that computes nothing (none up to 0.30 does).
+        """
         self._is_idle = metadata.is_idle
         self._undone.update(metadata.undone)
         begun = [_Load(job, self._lost()) for job in metadata.loads]
         self._loads += begun  # Known before anything is sent: whatever goes wrong now, each is reported.
         for load in begun:
             load.pending = self._send_load(load.job)
+        if metadata.is_idle:
+            self.store(metadata)
 
     def store(self, metadata: KvistMetadata) -> None:
         """Send this step's stores; every byte that they name has been computed."""
@@ -122,20 +152,24 @@ class WorkerSide:
         return Pending(0, self._clock(), is_lost=True)
 
     def _submit(self, build: Build) -> Pending:
+        if self._fence is not None:
+            self._fence.record()
         return self._client.submit(build) if self._client is not None else self._lost()
 
     def _send_load(self, job: LoadJob) -> Pending:
         block_ids = _pack(job.block_ids)
         deadline_ms = int(self._deadline_s * 1000)
+        is_fenced = self._fence is not None
         return self._submit(
             lambda number: wire.Retrieve(
-                number, job.lease, job.first_chunk, block_ids, job.num_skipped_blocks, deadline_ms
+                number, job.lease, job.first_chunk, block_ids, job.num_skipped_blocks, deadline_ms, is_fenced
             )
         )
 
     def _send_store(self, job: StoreJob) -> Pending:
         block_ids = _pack(job.block_ids)
-        return self._submit(lambda number: wire.Store(number, job.digests, job.parent, block_ids))
+        is_fenced = self._fence is not None
+        return self._submit(lambda number: wire.Store(number, job.digests, job.parent, block_ids, is_fenced=is_fenced))
 
     def _failed_blocks(self, load: _Load) -> Sequence[int]:
         """Return the blocks of a load that were not, or not rightly, written."""
@@ -159,22 +193,6 @@ class WorkerSide:
         for number in [number for number, pending in self._stores.items() if pending.is_over]:
             del self._stores[number]
             self._settled[number] += 1
-
-
-def registration(
-    request_id: int, group: LayerGroup, memory_nbytes: Sequence[int], *, shard: int, num_shards: int, chunk_tokens: int
-) -> wire.Register:
-    """Describe one worker's memory to the daemon."""
-    planes = [
-        wire.PlaneSpec(
-            plane.memory, plane.offset, plane.num_blocks, plane.block_stride, plane.row_nbytes, plane.num_kv,
-            plane.kv_stride, plane.num_tokens, plane.token_stride, plane.num_heads, plane.head_stride,
-        )
-        for plane in group.planes
-    ]  # fmt: skip
-    spec = wire.GroupSpec(group.kind.value, group.block_tokens, planes, group.null_block)
-    memory = [wire.MemorySpec("host", nbytes) for nbytes in memory_nbytes]
-    return wire.Register(request_id, shard, num_shards, chunk_tokens, memory, [spec])
 
 
 def _pack(block_ids: Sequence[int]) -> bytes:

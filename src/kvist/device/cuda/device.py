@@ -7,17 +7,18 @@ unlike on the host, bytes that turn out wrong have been written by then, and the
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from kvist.device import libc
 from kvist.device.base import GoOn
-from kvist.device.cuda.driver import HOST_REGISTER_PORTABLE, Context, call
+from kvist.device.cuda.driver import HOST_REGISTER_PORTABLE, IPC_HANDLE_NBYTES, Context, api, call
 from kvist.device.cuda.memory import OpenedMemory
 from kvist.device.cuda.pipe import Pipe, as_checksums, which_match
 from kvist.device.cuda.tiles import ChunkTiles, chunk_tiles
@@ -78,11 +79,26 @@ class CudaDevice:
     ) -> list[bool]:
         return which_match(self._copy(plan, bases, chunks, go_on), checksums)
 
-    def wait_for(self, direction: Direction, event: Any) -> None:
-        """Let the next copy begin only after an event of the same context has happened."""
+    def open_fence(self, payload: bytes) -> object:
+        if len(payload) != IPC_HANDLE_NBYTES:
+            raise LayoutError(f"an event handle of {len(payload)} bytes; CUDA's has {IPC_HANDLE_NBYTES}")
+        try:
+            self._open_gpu()
+            raw = api().CUipcEventHandle()
+            ctypes.memmove(int(raw.getPtr()), payload, IPC_HANDLE_NBYTES)
+            return cast("object", call("cuIpcOpenEventHandle", raw))
+        except DeviceError as error:
+            raise LayoutError(f"the engine's event cannot be opened: {error}") from error
+
+    def close_fence(self, fence: object) -> None:
         assert self._gpu is not None
         self._gpu.context.use()
-        call("cuStreamWaitEvent", self._gpu.pipes[direction].kernels, event, 0)
+        call("cuEventDestroy", fence)
+
+    def wait_for(self, direction: Direction, fence: object) -> None:
+        assert self._gpu is not None
+        self._gpu.context.use()
+        call("cuStreamWaitEvent", self._gpu.pipes[direction].kernels, fence, 0)
 
     def hold(self) -> None:
         """Open the GPU and keep it until ``close``: for memory of this very process, which needs no opening.

@@ -6,7 +6,7 @@ slice is a stretch of one chunk's tiles, or several whole chunks, that fits into
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -120,8 +120,13 @@ class Slice:
         return self.start % VECTOR_NBYTES
 
 
-def cut_into_slices(tiles: ChunkTiles, num_chunks: int, *, first_nbytes: int, nbytes_max: int) -> Iterator[Slice]:
+@lru_cache(maxsize=256)
+def cut_into_slices(tiles: ChunkTiles, num_chunks: int, *, first_nbytes: int, nbytes_max: int) -> Sequence[Slice]:
     """Cut a copy of whole chunks; slices grow from ``first_nbytes`` twofold, so that a pipeline fills quickly."""
+    return tuple(_cut(tiles, num_chunks, first_nbytes, nbytes_max))
+
+
+def _cut(tiles: ChunkTiles, num_chunks: int, first_nbytes: int, nbytes_max: int) -> Iterator[Slice]:
     assert TILE_NBYTES + VECTOR_NBYTES <= first_nbytes <= nbytes_max
     chunk_nbytes = int(tiles.ends[-1])
     chunk_stride = align_up(chunk_nbytes, VECTOR_NBYTES)

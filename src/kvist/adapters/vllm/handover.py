@@ -1,0 +1,96 @@
+"""A worker's memory, handed to the daemon or kept for threads of ours in the worker.
+
+The law: block ids mean the same to whoever copies; what differs between the lanes is only whose addresses they become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvist.client.client import Client
+from kvist.client.lane import EngineLane, LaneMemory
+from kvist.device.cuda.device import CudaDevice, PoolFile
+from kvist.device.cuda.export import device_of, export_memory
+from kvist.device.cuda.fences import SharedFence, StreamFences
+from kvist.model.handles import ENGINE, MemoryHandle
+from kvist.model.layout import LayerGroup
+from kvist.wire import messages as wire
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """What a registration says, and what goes with it."""
+
+    group: LayerGroup
+    handles: tuple[MemoryHandle, ...]
+    bases: tuple[int, ...] = ()
+    """Addresses in this process, where it copies for itself."""
+    fds: tuple[int, ...] = ()
+    fence: SharedFence | None = None
+
+    def requests(self, client: Client, blocks_per_chunk: int) -> Client | EngineLane:
+        """Return where the worker's requests go: to the daemon, or to threads that copy."""
+        if not self.bases:
+            return client
+        memory = LaneMemory(self.group, self.bases, blocks_per_chunk)
+        device = self.handles[0].device
+        return EngineLane(
+            client, memory, lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)), StreamFences(current_stream)
+        )
+
+    def registration(self, request_id: int, *, shard: int, num_shards: int, chunk_tokens: int) -> wire.Register:
+        """Describe the memory to the daemon; ``fds`` travel beside it."""
+        planes = [
+            wire.PlaneSpec(
+                plane.memory, plane.offset, plane.num_blocks, plane.block_stride, plane.row_nbytes, plane.num_kv,
+                plane.kv_stride, plane.num_tokens, plane.token_stride, plane.num_heads, plane.head_stride,
+            )
+            for plane in self.group.planes
+        ]  # fmt: skip
+        group = wire.GroupSpec(self.group.kind.value, self.group.block_tokens, planes, self.group.null_block)
+        memory = [
+            wire.MemorySpec(handle.kind, handle.nbytes, handle.device, handle.payload, list(handle.part_nbytes))
+            for handle in self.handles
+        ]
+        fence = self.fence.handle if self.fence is not None else b""
+        return wire.Register(request_id, shard, num_shards, chunk_tokens, memory, [group], fence)
+
+
+def keep_memory(group: LayerGroup, storages: Sequence[Any]) -> HandedOver:
+    """Describe memory that its own worker copies from and to.
+
+    Raises:
+        DeviceError: it is no memory of a GPU.
+    """
+    device = device_of(storages[0].data_ptr())
+    handles = tuple(MemoryHandle(ENGINE, storage.nbytes(), device) for storage in storages)
+    return HandedOver(group, handles, tuple(storage.data_ptr() for storage in storages))
+
+
+def share_memory(group: LayerGroup, storages: Sequence[Any]) -> HandedOver:
+    """Export memory for the daemon, each allocation once, and find every layer's place in it.
+
+    Raises:
+        LayoutError: it cannot be exported; says what to change.
+        DeviceError: CUDA fails.
+    """
+    exported, places = export_memory([(storage.data_ptr(), storage.nbytes()) for storage in storages])
+    planes = tuple(
+        replace(plane, memory=places[plane.memory][0], offset=plane.offset + places[plane.memory][1])
+        for plane in group.planes
+    )
+    return HandedOver(
+        replace(group, planes=planes),
+        tuple(one.handle for one in exported),
+        fds=tuple(fd for one in exported for fd in one.fds),
+        fence=SharedFence(current_stream),
+    )
+
+
+def current_stream() -> int:
+    """Return the calling thread's stream, on which the engine computes."""
+    return int(torch.cuda.current_stream().cuda_stream)

@@ -1,0 +1,53 @@
+"""Events of an engine's streams, for copies that must not begin before the engine's work so far is done.
+
+The law: an event is recorded before anybody waits for it; recorded anew, it stands for later work of the same stream,
+which is after the earlier: whoever waits for it waits for enough.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvist.device.cuda.driver import EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, IPC_HANDLE_NBYTES, call
+
+
+class StreamFences:
+    """Events for copies that run in this very process."""
+
+    def __init__(self, current_stream: Callable[[], int]) -> None:
+        """``current_stream`` returns the calling thread's stream; its context must be current."""
+        self._current_stream = current_stream
+        self._free: deque[Any] = deque()
+
+    def record(self) -> object:
+        """Return an event behind everything that the stream was given until now."""
+        event: object = self._free.popleft() if self._free else call("cuEventCreate", EVENT_DISABLE_TIMING)
+        call("cuEventRecord", event, self._current_stream())
+        return event
+
+    def give_back(self, fence: object) -> None:
+        """Use an event again. May be called from any thread."""
+        self._free.append(fence)
+
+
+class SharedFence:
+    """One event that the daemon can wait for."""
+
+    def __init__(self, current_stream: Callable[[], int]) -> None:
+        """Create the event; see ``StreamFences``.
+
+        Raises:
+            DeviceError: events cannot be shared here.
+        """
+        self._current_stream = current_stream
+        self._event = call("cuEventCreate", EVENT_DISABLE_TIMING | EVENT_INTERPROCESS)
+        self.handle = ctypes.string_at(int(call("cuIpcGetEventHandle", self._event).getPtr()), IPC_HANDLE_NBYTES)
+        """What ``Register.fence`` carries."""
+        self.record()
+
+    def record(self) -> None:
+        """Set it behind everything that the stream was given until now."""
+        call("cuEventRecord", self._event, self._current_stream())

@@ -1,0 +1,185 @@
+"""How an engine's KV memory comes into the daemon's hands, and how it is let go.
+
+The law: a registration is checked whole before anything is opened, and a refused one leaves nothing mapped, open or
+watched. Memory is mapped and unmapped on its device's thread, once each. An engine that copies for itself hands nothing
+over: it is given the pool, and its process is watched from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvist.errors import AlreadyRegistered, LayoutError, LayoutRefused, Malformed
+from kvist.model.coverage import check_kinds
+from kvist.model.handles import ENGINE, MemoryHandle
+from kvist.model.layout import KVLayout
+from kvist.server.engine_lane import EngineLane
+from kvist.server.lanes import Lane
+from kvist.server.parsing import ROWS_MAX, close_all, duplicate_all, parse_layout
+from kvist.server.runtime import Runtime
+from kvist.server.sessions import Registration, Session
+from kvist.storage.slots import SlotAllocator
+from kvist.wire import messages as wire
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_ROWS_MAX = 1 << 22
+"""Most rows of one chunk: what a copy of it costs beyond its bytes."""
+_BLOCK_NBYTES_MAX = 1 << 30
+"""Most bytes of one block: devices count inside a block with 32 bits."""
+
+
+class Registrar:
+    """Registers sessions and lets go of what they have registered. Used by the loop alone."""
+
+    def __init__(
+        self, runtime: Runtime, slots: SlotAllocator, *, pool_nbytes: int, orders_max: int,
+        on_over: Callable[[Session], None],
+    ) -> None:  # fmt: skip
+        """``on_over`` is told when the opening of a session's memory has ended, one way or the other."""
+        self._runtime = runtime
+        self._slots = slots
+        self._pool_nbytes = pool_nbytes
+        self._orders_max = orders_max
+        self._on_over = on_over
+
+    def register(self, session: Session, request: wire.Register, fds: Sequence[int]) -> None:
+        """Check a registration and carry it out; the reply follows. ``fds`` stay the caller's.
+
+        Raises:
+            AlreadyRegistered: the session has memory registered, or is about to.
+            LayoutRefused: the layout contradicts itself or its memory, or is not served.
+            Malformed: descriptors are missing or too many, or there is no such shard.
+        """
+        if session.registration is not None or session.is_registering:
+            raise AlreadyRegistered(f"session {session.id} has registered its KV memory; connect anew to do it again")
+        layout, handles = parse_layout(request)
+        lanes = {handle.lane for handle in handles}
+        if len(lanes) != 1:
+            raise LayoutRefused(f"memory on {sorted(lanes)}; one worker's memory lies on one device")
+        lane = None if handles[0].kind == ENGINE else self._runtime.lanes[lanes.pop()]
+        num_fds = sum(handle.num_fds for handle in handles)
+        if len(fds) != num_fds:
+            raise Malformed(f"{len(handles)} allocations with {num_fds} file descriptors, and {len(fds)} have come")
+        if not 0 <= request.shard < request.num_shards <= ROWS_MAX:
+            raise Malformed(f"shard {request.shard} of {request.num_shards}; at most {ROWS_MAX}")
+        opening = _Opening(layout, handles, self._check_chunks(layout, request.chunk_tokens))
+        if lane is None:
+            self._register_engine(session, request, opening)
+        else:
+            self._open_memory(session, request, opening, (lane, fds))
+
+    def let_go(self, session: Session, on_gone: Callable[[], None]) -> None:
+        """Unmap what a session has registered, then call back. The caller knows that nothing copies there any more."""
+        registration, session.registration = session.registration, None
+        if registration is None or isinstance(registration.lane, EngineLane):
+            on_gone()
+            return
+        lane = registration.lane
+
+        def on_device_thread() -> None:
+            if registration.fence is not None:
+                lane.device.close_fence(registration.fence)
+            for handle, base in zip(registration.handles, registration.bases, strict=True):
+                lane.device.close_memory(base, handle.nbytes)
+            self._runtime.post(on_gone)
+
+        lane.loads.call(on_device_thread)
+
+    def _check_chunks(self, layout: KVLayout, chunk_tokens: int) -> int:
+        """Return how many blocks a chunk has; refuse chunks that are not served."""
+        try:
+            check_kinds(layout.groups)
+            if len(layout.groups) > 1:
+                raise LayoutError(f"{len(layout.groups)} layer groups; only models with one are served")
+            group = layout.groups[0]
+            blocks_per_chunk = group.blocks_per_chunk(chunk_tokens)
+            self._slots.check_fits(group.block_nbytes * blocks_per_chunk)
+            num_rows = group.num_rows * blocks_per_chunk
+            if group.block_nbytes > _BLOCK_NBYTES_MAX:
+                raise LayoutError(f"a block of {group.block_nbytes} bytes; at most {_BLOCK_NBYTES_MAX}")
+            if num_rows > _CHUNK_ROWS_MAX:
+                raise LayoutError(f"a chunk of {num_rows} rows is over the limit of {_CHUNK_ROWS_MAX}")
+        except LayoutError as error:
+            raise LayoutRefused(str(error)) from error
+        return blocks_per_chunk
+
+    def _register_engine(self, session: Session, request: wire.Register, opening: _Opening) -> None:
+        """Let an engine copy for itself: it gets the pool, and the daemon its word."""
+        if self._runtime.pool_fd is None:
+            raise LayoutRefused(
+                f"shard {request.shard} wants to copy for itself, and this daemon gives no engine its pool "
+                f"(--isolate); use the daemon lane"
+            )
+        process = self._runtime.watch(session.peer.pid)
+        lane = EngineLane(process, session.send, queue_max=self._orders_max)
+        registration = opening.registration(request.shard, (), lane, None)
+        session.registration = registration
+        _log_registered(session, registration)
+        # Last, because a peer that is gone ends its session here.
+        reply = wire.Registered(request.id, registration.chunk_nbytes, self._pool_nbytes)
+        session.send_with_fds(reply, [self._runtime.pool_fd])
+
+    def _open_memory(
+        self, session: Session, request: wire.Register, opening: _Opening, where: tuple[Lane, Sequence[int]]
+    ) -> None:
+        """Map the memory on its device's thread; the reply follows."""
+        lane, own_fds = where[0], duplicate_all(where[1])
+        session.is_registering = True
+        session.num_unanswered += 1
+
+        def on_device_thread() -> None:
+            bases: list[int] = []
+            fence: object | None = None
+            refusal: LayoutRefused | None = None
+            try:
+                left = iter(own_fds)
+                for handle in opening.handles:
+                    fds_of_handle = list(itertools.islice(left, handle.num_fds))
+                    bases.append(lane.device.open_memory(handle, fds_of_handle))
+                fence = lane.device.open_fence(request.fence) if request.fence else None
+            except LayoutError as error:
+                refusal = LayoutRefused(str(error))
+                for handle, base in zip(opening.handles, bases, strict=False):
+                    lane.device.close_memory(base, handle.nbytes)
+            finally:
+                close_all(own_fds)
+            found = refusal or opening.registration(request.shard, tuple(bases), lane, fence)
+            self._runtime.post(lambda: self._opened(session, request.id, found))
+
+        lane.loads.call(on_device_thread)
+
+    def _opened(self, session: Session, request_id: int, found: Registration | LayoutRefused) -> None:
+        session.is_registering = False
+        if isinstance(found, Registration):
+            session.registration = found
+            session.answer(wire.Registered(request_id, found.chunk_nbytes))
+            _log_registered(session, found)
+        else:
+            session.answer(wire.Error(request_id, found.code, str(found)))
+        self._on_over(session)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """A registration that is checked and not mapped yet."""
+
+    layout: KVLayout
+    handles: tuple[MemoryHandle, ...]
+    blocks_per_chunk: int
+
+    def registration(
+        self, shard: int, bases: tuple[int, ...], lane: Lane | EngineLane, fence: object | None
+    ) -> Registration:
+        return Registration(shard, self.layout, 0, self.blocks_per_chunk, self.handles, bases, lane, fence)
+
+
+def _log_registered(session: Session, registration: Registration) -> None:
+    logger.info(
+        "registered session=%d pid=%d shard=%d memory=%s blocks=%d chunk_nbytes=%d",
+        session.id, session.peer.pid, registration.shard, registration.handles[0].lane,
+        registration.group.num_blocks, registration.chunk_nbytes,
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Slots for the chunks of one store: what is there already, what gets a slot, what gets none, and why.
+
+The law: a chunk gets a slot only behind its parent; a slot is made free by evicting leaves, never the chain that the
+new chunk hangs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
+from kvist.model.keys import Digest, chunk_keys
+from kvist.storage.slots import SlotAllocator
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What became of the chunks of one store."""
+
+    reserved: list[tuple[int, Chunk]]
+    """(position in the request, chunk)"""
+    num_present: int
+    num_refused: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Whose chunks these are."""
+
+    group: int
+    shard: int
+    chunk_nbytes: int
+
+
+class Reserver:
+    """Composes an index and its slots."""
+
+    def __init__(self, index: ChunkIndex, slots: SlotAllocator) -> None:
+        self._index = index
+        self._slots = slots
+
+    def reserve(self, place: Place, parent_digests: Sequence[Digest], digests: Sequence[Digest]) -> Reservation:
+        """Reserve a slot for every chunk that is not there yet, evicting as needed, until one cannot be had."""
+        parent_keys = chunk_keys(parent_digests, group=place.group, shard=place.shard)
+        parent = self._index.get(parent_keys[0]) if parent_keys else None
+        if parent_keys and parent is None:
+            return Reservation([], 0, len(digests), "no parent")
+        reserved: list[tuple[int, Chunk]] = []
+        num_present = 0
+        for number, key in enumerate(chunk_keys(digests, group=place.group, shard=place.shard)):
+            chunk = self._index.get(key)
+            if chunk is not None:
+                num_present += 1
+            else:
+                slot_offset = self._allocate(place.chunk_nbytes, below=parent)
+                if slot_offset is None:
+                    return Reservation(reserved, num_present, len(digests) - number, "pool full")
+                chunk = self._index.reserve(key, parent, slot_offset, place.chunk_nbytes)
+                reserved.append((number, chunk))
+            parent = chunk
+        return Reservation(reserved, num_present, 0, "")
+
+    def _allocate(self, nbytes: int, *, below: Chunk | None) -> int | None:
+        """Return a slot, evicting leaves as needed, but never the chunk that the new one will hang below."""
+        pinned = below if below is not None and below.state is ChunkState.SEALED else None
+        if pinned is not None:
+            self._index.pin(pinned)
+        try:
+            while (slot_offset := self._slots.allocate(nbytes)) is None:
+                if self._index.evict() is None:
+                    return None
+            return slot_offset
+        finally:
+            if pinned is not None:
+                self._index.unpin(pinned)
