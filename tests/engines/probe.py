@@ -38,10 +38,10 @@ def stamp(block_ids: tuple[int, ...]) -> str:
 
 
 def watch() -> None:
-    """Put the watching in place. It wraps methods and changes none of their results."""
+    """Put the watching in place. It wraps methods and changes none of their results, but for one call left out."""
     register, send_store = KvistConnector.register_kv_caches, WorkerSide._send_store
     begin_load, failed_blocks = SchedulerSide._begin_load, WorkerSide._failed_blocks
-    begin_stores = SchedulerSide.begin_stores
+    begin_stores, wait_for_save = SchedulerSide.begin_stores, KvistConnector.wait_for_save
 
     def on_register(self: KvistConnector, kv_caches: dict[str, torch.Tensor]) -> None:
         register(self, kv_caches)
@@ -73,6 +73,12 @@ def watch() -> None:
         COUNTS["preempted"] += len(scheduler_output.preempted_req_ids or ())
         return begin_stores(self, scheduler_output)
 
+    def on_save(self: KvistConnector) -> None:
+        # vLLM up to 0.30 does not call it in a step that computes nothing, so nothing may rest on that.
+        if self._meta is None or not self._meta.is_idle:
+            wait_for_save(self)
+
+    KvistConnector.wait_for_save = on_save
     KvistConnector.register_kv_caches = on_register
     WorkerSide._send_store = on_store
     SchedulerSide._begin_load = on_load

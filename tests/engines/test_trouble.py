@@ -153,6 +153,24 @@ def test_preemption_with_few_blocks(daemon: Daemon, start_engine: StartEngine) -
     assert daemon.count("chunks_loaded") > 0
 
 
+def test_a_prompt_that_is_most_of_the_memory(daemon: Daemon, start_engine: StartEngine) -> None:
+    """A prompt longer than what stores may hold at once is stored step by step and at its end; no block stays held."""
+    prompts = [(make_prompts(1, longest=900, seed=seed)[0] * 9)[: 15 * CHUNK_TOKENS + 9] for seed in (31, 32)]
+    engine = start_engine(
+        "llama", daemon.path, num_gpu_blocks_override=20, max_model_len=2048, max_num_batched_tokens=1024
+    )
+    tokens = []
+    for prompt in prompts:
+        tokens.append(ask(engine, [prompt])["tokens"])
+        assert assert_nothing_held(engine)["stored"] > 5
+    for prompt, expected in zip(prompts, tokens, strict=True):
+        assert engine.ask("forget")["ok"]
+        reply = ask(engine, [prompt])
+        assert reply["tokens"] == expected
+        assert reply["cached"][0] > 5 * CHUNK_TOKENS
+        assert_nothing_held(engine)
+
+
 def test_requests_choose_and_tenants_are_apart(daemon: Daemon, start_engine: StartEngine) -> None:
     """A request that may not read or not write does neither; a salt sees only what was stored under it."""
     prompt = (make_prompts(1, longest=900, seed=15)[0] * 5)[: 4 * CHUNK_TOKENS + 9]
