@@ -26,6 +26,7 @@ from kvist.errors import KvistError, LayoutError, Unreachable
 from kvist.model.layout import LayerGroup
 from kvist.model.transfer import Direction
 from kvist.transfer.executor import Executor, Job
+from kvist.transfer.governor import Governor
 from kvist.transfer.plan import parse_block_ids, plan_copy
 from kvist.wire import messages as wire
 
@@ -88,9 +89,14 @@ class EngineLane:
     """Has the face of a ``Client``; carries the daemon's copy orders out."""
 
     def __init__(
-        self, client: Client, memory: LaneMemory, make_device: Callable[[int, int], LaneDevice], fences: Fences
-    ) -> None:
-        """Start. ``client`` is this lane's from now on; ``make_device`` gets a pool's descriptor and its bytes."""
+        self, client: Client, memory: LaneMemory, make_device: Callable[[int, int], LaneDevice], fences: Fences,
+        governor: Governor | None = None,
+    ) -> None:  # fmt: skip
+        """Start. ``client`` is this lane's from now on; ``make_device`` gets a pool's descriptor and its bytes.
+
+        A ``governor`` spaces stores. Loads are not spaced: somebody waits for them, and they would cost decode as much.
+        """
+        self._governor = governor
         self._client = client
         self._memory = memory
         self._make_device = make_device
@@ -315,7 +321,10 @@ class EngineLane:
                 self._failure = str(error)
                 self._client.close()
             else:
-                self._executors = {direction: Executor(device, queue_max=_QUEUE_MAX) for direction in Direction}
+                self._executors = {
+                    Direction.SCATTER: Executor(device, queue_max=_QUEUE_MAX),
+                    Direction.GATHER: Executor(device, queue_max=_QUEUE_MAX, governor=self._governor),
+                }
                 self._device = device
         self._changed.set()
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from kvist.device.base import Device
 from kvist.errors import Overloaded
 from kvist.model.transfer import CopyPlan, Direction
+from kvist.transfer.governor import Governor
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,11 @@ class Job:
 class Executor:
     """Runs jobs and calls on one device, in a thread of its own."""
 
-    def __init__(self, device: Device, *, queue_max: int) -> None:
+    def __init__(self, device: Device, *, queue_max: int, governor: Governor | None = None) -> None:
+        """Start the thread; a ``governor`` spaces the chunks of its copies."""
         self._device = device
+        self._governor = governor
+        self._closing = threading.Event()
         self._queue_max = queue_max
         self._calls: deque[Callable[[], None]] = deque()
         self._loads: deque[Job] = deque()
@@ -92,7 +96,8 @@ class Executor:
             self._changed.notify()
 
     def close(self) -> None:
-        """Finish everything queued, then stop the thread. Idempotent."""
+        """Finish everything queued, without spacing it any more, then stop the thread. Idempotent."""
+        self._closing.set()
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -137,16 +142,24 @@ class Executor:
             self._device.wait_for(plan.direction, job.fence)
         chunks = range(job.num_done, plan.num_chunks)
         if plan.direction is Direction.GATHER:
-            checksums = self._device.gather(
-                plan, job.bases, chunks, lambda: not (_is_over(job) or self._calls or self._loads)
-            )
+            checksums = self._device.gather(plan, job.bases, chunks, lambda: self._may_go_on(job))
             job.checksums += checksums
             job.num_done += len(checksums)
             return
         expected = job.checksums[chunks.start :]
-        is_right = self._device.scatter(plan, job.bases, chunks, expected, lambda: not (_is_over(job) or self._calls))
+        is_right = self._device.scatter(plan, job.bases, chunks, expected, lambda: self._may_go_on(job))
         job.failed += [chunk for chunk, right in zip(chunks, is_right, strict=False) if not right]
         job.num_done += len(is_right)
+
+    def _may_go_on(self, job: Job) -> bool:
+        """Return whether a job's next chunk may be copied, when its turn has come."""
+        if _is_over(job) or self._calls or (job.plan.direction is Direction.GATHER and self._loads):
+            return False
+        if self._governor is not None and not self._closing.is_set():
+            wait_s = self._governor.turn(time.monotonic(), job.plan.chunk_nbytes)
+            if wait_s > 0:
+                self._closing.wait(wait_s)
+        return True
 
 
 def _is_over(job: Job) -> bool:

@@ -16,6 +16,7 @@ from kvist.model.handles import MemoryHandle
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
 from kvist.model.transfer import CopyPlan, Direction
 from kvist.transfer.executor import Executor, Job
+from kvist.transfer.governor import Governor
 from tests.support.waiting import wait_until
 
 DEADLINE_S = 20.0
@@ -210,6 +211,26 @@ def test_calls_run_before_further_chunks(device: ScriptedDevice, executor: Execu
     device.let(100)
     wait_until(lambda: done.jobs)
     assert device.steps == [("x", 0), ("kvist-scripted", 0), ("x", 1)]
+
+
+def test_a_governor_is_asked_before_every_chunk():
+    """A chunk is copied when its turn has come, one turn for each; closing waits for no turn."""
+    device = ScriptedDevice(is_open=True)
+    turns: list[tuple[int, int]] = []
+
+    class Slow(Governor):
+        def turn(self, now: float, nbytes: int) -> float:
+            turns.append((nbytes, len(device.steps)))
+            return 0.001 if len(turns) < 3 else 1000.0
+
+    executor = Executor(device, queue_max=10, governor=Slow(1.0))
+    done = Done()
+    executor.submit(make_job("x", Direction.GATHER, 6, done))
+    wait_until(lambda: len(turns) == 3)
+    assert device.steps == [("x", 0), ("x", 1)]
+    executor.close()
+    assert done.jobs[0].num_done == 6
+    assert turns == [(16, 0), (16, 1), (16, 2)]
 
 
 def test_close_finishes_what_is_queued(device: ScriptedDevice):

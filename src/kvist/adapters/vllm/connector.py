@@ -27,6 +27,7 @@ from kvist.client.client import Client
 from kvist.errors import ConfigError, DeviceError, KeyInvalid, KvistError, LayoutError, Refused
 from kvist.model.handles import HOST, MemoryHandle
 from kvist.model.layout import LayerGroup
+from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,10 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._chunk_tokens = self._options.choose_chunk_tokens(block_tokens)
             if self._worker is not None:
                 blocks_per_chunk = self._chunk_tokens // block_tokens
-                self._worker = WorkerSide(blocks_per_chunk=blocks_per_chunk, deadline_s=self._options.deadline_s)
+                self._worker = WorkerSide(
+                    blocks_per_chunk=blocks_per_chunk, deadline_s=self._options.deadline_s,
+                    governor=Governor(self._options.decode_slowdown_max),
+                )  # fmt: skip
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = self._make_scheduler(block_tokens)
         except (ConfigError, KeyInvalid, LayoutError) as error:
@@ -157,7 +161,8 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return message, memory.fds
 
         client = self._client(f"worker {parallel.rank}", registrar)
-        requests = memory.requests(client, self._chunk_tokens // layout.block_tokens(self._cache_config))
+        blocks_per_chunk = self._chunk_tokens // layout.block_tokens(self._cache_config)
+        requests = memory.requests(client, blocks_per_chunk, self._worker.governor)
         self._worker.connect(requests, memory.fence)
         try:
             registered = requests.register(_REGISTRATION_S)
@@ -264,7 +269,10 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         loads = self._scheduler.take_loads() if self._scheduler is not None else []
         stores = self._begin_stores(scheduler_output)
         undone, self._undone = self._undone, {}
-        return KvistMetadata(loads, stores, undone, is_idle=scheduler_output.total_num_scheduled_tokens == 0)
+        num_tokens = scheduler_output.num_scheduled_tokens
+        num_decoding = len(num_tokens) if all(number == 1 for number in num_tokens.values()) else 0
+        is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        return KvistMetadata(loads, stores, undone, is_idle=is_idle, num_decoding=num_decoding)
 
     @guarded([])
     def _begin_stores(self, scheduler_output: Any) -> list[StoreJob]:

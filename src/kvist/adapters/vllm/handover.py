@@ -18,6 +18,7 @@ from kvist.device.cuda.export import device_of, export_memory
 from kvist.device.cuda.fences import SharedFence, StreamFences
 from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.layout import LayerGroup
+from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
 
 
@@ -32,15 +33,16 @@ class HandedOver:
     fds: tuple[int, ...] = ()
     fence: SharedFence | None = None
 
-    def requests(self, client: Client, blocks_per_chunk: int) -> Client | EngineLane:
+    def requests(self, client: Client, blocks_per_chunk: int, governor: Governor) -> Client | EngineLane:
         """Return where the worker's requests go: to the daemon, or to threads that copy."""
         if not self.bases:
             return client
         memory = LaneMemory(self.group, self.bases, blocks_per_chunk)
         device = self.handles[0].device
         return EngineLane(
-            client, memory, lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)), StreamFences(current_stream)
-        )
+            client, memory, lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)), StreamFences(current_stream),
+            governor,
+        )  # fmt: skip
 
     def registration(self, request_id: int, *, shard: int, num_shards: int, chunk_tokens: int) -> wire.Register:
         """Describe the memory to the daemon; ``fds`` travel beside it."""

@@ -42,6 +42,8 @@ class KvistMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Requests that were promised a load which could not be begun, and its blocks: to be reported as failed."""
     is_idle: bool = False
     """Nothing is computed in this step, so its worker may wait a moment for the daemon."""
+    num_decoding: int = 0
+    """Requests of this step, if each of them decodes one token; 0 if the step does anything else."""
 
 
 @dataclass

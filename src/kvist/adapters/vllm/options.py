@@ -23,12 +23,16 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Longest that a request waits for the daemon before its prompt is computed instead."""
     lane: str = ""
     """Who copies a GPU's blocks: ``engine`` (threads in the worker) or ``daemon``; empty chooses."""
+    decode_slowdown_max: float = 0.03
+    """How much longer steps that decode may take while KV is stored beside them, as a part; stores wait for it."""
     weights_version: str = ""
     """Names weights that the model's name and revision do not tell apart."""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 0 or self.deadline_s <= 0:
             raise ConfigError(f"chunk_tokens must not be negative, and deadline_s must be positive: {self}")
+        if self.decode_slowdown_max <= 0:
+            raise ConfigError(f"decode_slowdown_max must be positive: {self.decode_slowdown_max}")
         if self.lane not in ("", "engine", "daemon"):
             raise ConfigError(f"lane {self.lane!r} is none of 'engine', 'daemon'")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Final, Protocol
 
 from kvist.adapters.vllm.metadata import KvistMetadata, LoadJob, StoreJob
 from kvist.client.client import Build, Pending
+from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
 
 logger = logging.getLogger(__name__)
@@ -70,8 +72,9 @@ class WorkerSide:
     """Lives in a worker process, on its main thread."""
 
     def __init__(
-        self, *, blocks_per_chunk: int = 1, deadline_s: float = 1.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, *, blocks_per_chunk: int = 1, deadline_s: float = 1.0, governor: Governor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """Begin without a daemon; all loads fail at once until ``connect``."""
         self._client: Requests | None = None
         self._fence: Fence | None = None
@@ -81,6 +84,10 @@ class WorkerSide:
         self._loads: list[_Load] = []
         self._stores: dict[int, Pending] = {}
         self._settled: Counter[int] = Counter()
+        self.governor = governor or Governor(math.inf)
+        """Spaces this worker's stores, by what its steps take."""
+        self._last_step = (-math.inf, 0)
+        """When the last step began, and how many requests decoded in it."""
         self._is_idle = False
         self._undone: dict[str, Sequence[int]] = {}
 
@@ -95,6 +102,7 @@ class WorkerSide:
         Not all versions of vLLM call what follows a step that computes nothing (none up to 0.30 does).
         """
         self._is_idle = metadata.is_idle
+        self._note_step(metadata.num_decoding)
         self._undone.update(metadata.undone)
         begun = [_Load(job, self._lost()) for job in metadata.loads]
         self._loads += begun  # Known before anything is sent: whatever goes wrong now, each is reported.
@@ -143,6 +151,14 @@ class WorkerSide:
         """Leave the daemon, which unmaps this worker's memory."""
         if self._client is not None:
             self._client.close()
+
+    def _note_step(self, num_decoding: int) -> None:
+        """Tell the governor how long the step before took, if it decoded."""
+        now = self._clock()
+        began_at, kind = self._last_step
+        if kind and num_decoding:
+            self.governor.step(now, now - began_at, kind)
+        self._last_step = (now, num_decoding)
 
     def _take_undone(self) -> Results:
         undone, self._undone = self._undone, {}
