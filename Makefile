@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` shows what kvist does, `make test` passes the tests. Both set up what they need.
-# The rest: check (lint, types, imports), engines (tests with real vLLM), bench (figures), clean.
+# The rest: check (lint, types, imports), engines (tests with real vLLM), gpu (tests on a GPU), bench (figures), clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ MODELS := .models
 PIP := -m pip --disable-pip-version-check install --quiet
 VLLM_VERSION := 0.32.0
 
-.PHONY: demo test check engines bench peers clean
+.PHONY: demo test check engines gpu bench peers clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready
@@ -25,6 +25,10 @@ check: $(VENV)/.ready
 
 engines: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready $(MODELS)/llama/.ready $(MODELS)/qwen3/.ready
 	$(VENV)/bin/python -m pytest tests/engines --timeout 900
+
+# With the Python at hand, where CUDA and its packages are installed already: PYTHON=python3 PYTHONPATH=src
+gpu:
+	$(PYTHON) -m pytest tests/gpu --timeout 300
 
 bench: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready
 	$(VENV)/bin/python benchmarks/control.py
