@@ -17,10 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from kvist.client.client import Client
+from kvist.client.lane import EngineLane, LaneMemory
 from kvist.device.cuda import driver
+from kvist.device.cuda.device import CudaDevice, PoolFile
 from kvist.device.cuda.export import export_memory
+from kvist.device.cuda.fences import SharedFence, StreamFences
 from kvist.errors import KvistError
-from kvist.model.handles import MemoryHandle
+from kvist.model.handles import ENGINE, MemoryHandle
+from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
+from kvist.wire import messages as wire
 from tests.support.memory import stamp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +89,7 @@ class _Commands:
     def __init__(self) -> None:
         self._context = driver.Context(next(iter(driver.devices())))
         self._context.use()
+        self._stream = driver.call("cuStreamCreate", driver.STREAM_NON_BLOCKING)
         self._kept: list[Any] = []
         self.fds: list[int] = []
 
@@ -140,6 +147,78 @@ class _Commands:
     def free_nbytes(self) -> int:
         """How much memory of the GPU is free."""
         return int(driver.call("cuMemGetInfo")[0])
+
+    def engine(self, socket: str, lane: str, num_blocks: int, page_nbytes: int) -> int:
+        """Be an engine: KV memory of two layers, registered with a daemon; return its address."""
+        nbytes = 2 * num_blocks * page_nbytes
+        address = self.allocate(nbytes)
+        planes = [
+            LayerPlane(0, layer * num_blocks * page_nbytes, num_blocks, page_nbytes, page_nbytes) for layer in range(2)
+        ]
+        group = LayerGroup(GroupKind.FULL, 16, tuple(planes), 0)
+        specs = [wire.PlaneSpec(0, p.offset, num_blocks, page_nbytes, page_nbytes) for p in planes]
+        exported, _ = export_memory([(address, nbytes)])
+        handle = exported[0].handle
+        self._fence = SharedFence(lambda: int(self._stream))
+        if lane == "engine":
+            handle = MemoryHandle(ENGINE, nbytes, handle.device)
+        memory = [wire.MemorySpec(handle.kind, nbytes, handle.device, handle.payload)]
+        fence = self._fence.handle if lane == "daemon" else b""
+
+        def registrar(number: int) -> tuple[wire.Register, tuple[int, ...]]:
+            spec = wire.GroupSpec("full", 16, specs, 0)
+            return wire.Register(number, 0, 1, 32, memory, [spec], fence), ()
+
+        client = Client(socket, engine_id=lane, name=f"gpu worker {os.getpid()}", deadline_s=60, registrar=registrar)
+        if lane == "engine":
+            device = handle.device
+            self._requests: Any = EngineLane(
+                client, LaneMemory(group, [address], 2), lambda fd, size: CudaDevice(device, PoolFile(fd, size)),
+                StreamFences(lambda: int(self._stream)),
+            )  # fmt: skip
+        else:
+            self._requests = client
+        self._requests.register(60)
+        self._lookups = Client(socket, engine_id=lane, name="lookups", deadline_s=60)
+        return address
+
+    def queue_slow_stamp(self, address: int, nbytes: int, name: str) -> None:
+        """Let the stream write stamps, long after this returns."""
+        data = np.frombuffer(stamp(name.encode(), nbytes), dtype=np.uint8).copy()
+        source = self.allocate(nbytes)
+        call = driver.call
+        call("cuMemcpyHtoD", source, data.ctypes.data, nbytes)
+        busy = self.allocate(1 << 30)
+        for _ in range(100):
+            call("cuMemsetD8Async", busy, 1, 1 << 30, self._stream)
+        call("cuMemcpyDtoDAsync", address, source, nbytes, self._stream)
+
+    def store(self, digests: str, blocks: list[int], is_fenced: bool = False) -> list[int]:
+        """Store chunks; return how many were stored, present and refused."""
+        if is_fenced:
+            self._fence.record()
+        packed = np.array(blocks, dtype="<i4").tobytes()
+        reply = self._wait(lambda i: wire.Store(i, b64decode(digests), b"", packed, is_fenced=is_fenced))
+        assert isinstance(reply, wire.StoreReply), reply
+        return [reply.num_stored, reply.num_present, reply.num_refused]
+
+    def load(self, digests: str, blocks: list[int]) -> list[int]:
+        """Look chunks up until all are there, load them, and return those that failed."""
+        keys = b64decode(digests)
+        packed = np.array(blocks, dtype="<i4").tobytes()
+        found = self._lookups.call(lambda i: wire.Lookup(i, keys))
+        while isinstance(found, wire.LookupReply) and found.num_chunks < len(keys) // 16:
+            found = self._lookups.call(lambda i: wire.Lookup(i, keys))
+        assert isinstance(found, wire.LookupReply), found
+        reply = self._wait(lambda i: wire.Retrieve(i, found.lease, 0, packed))
+        assert isinstance(reply, wire.RetrieveReply), reply
+        return reply.failed
+
+    def _wait(self, build: Any) -> wire.Reply | None:
+        pending = self._requests.submit(build)
+        while not pending.is_over:
+            self._requests.poll(1.0)
+        return pending.reply
 
     def export(self, spans: list[tuple[int, int]]) -> dict[str, Any]:
         exported, places = export_memory([tuple(span) for span in spans])
