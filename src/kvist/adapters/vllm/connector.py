@@ -319,6 +319,12 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False
 
     @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Ask for blocks in one piece on a GPU: they are copied without a kernel. vLLM keeps its own where it must."""
+        is_gpu = str(vllm_config.device_config.device_type) == "cuda"
+        return "BLNHC" if is_gpu and layout.knows_block_outermost() else None
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any = None) -> bool:
         """Memory that sleeps would vanish from under the daemon."""
         return False

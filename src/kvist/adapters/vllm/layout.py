@@ -8,9 +8,11 @@ certainty it refuses, with a sentence that names it; nothing is guessed from siz
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,8 +88,26 @@ def describe(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> tup
         plane = _describe_layer(name, tensor, number, num_blocks)
         planes.setdefault((number, plane.offset), plane)  # Layers that share another's KV come once.
     ordered = tuple(planes.values())
+    if is_block_outermost(kv_cache_config):
+        ordered = (_join(ordered),)
     group = LayerGroup(GroupKind.FULL, block_tokens(kv_cache_config), ordered, null_block=NULL_BLOCK)
     return group, [storage for _, storage in storages.values()]
+
+
+def knows_block_outermost() -> bool:
+    """Return whether this vLLM has layouts with the block outermost (0.29 and later)."""
+    return importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
+
+
+def is_block_outermost(kv_cache_config: Any) -> bool:
+    """Return whether all layers of a block lie behind one another, so that it is copied in one piece (vLLM 0.29)."""
+    return _layout_name(kv_cache_config).startswith("BL")
+
+
+def _layout_name(kv_cache_config: Any) -> str:
+    """Return the order of layer, block, head, token and content in memory, such as ``LBNHC``; empty before 0.29."""
+    chosen = getattr(kv_cache_config, "kv_cache_layout", None)
+    return str(getattr(chosen, "name", chosen or ""))
 
 
 def describe_namespace(vllm_config: Any, kv_cache_config: Any, *, chunk_tokens: int, version: str) -> Namespace:
@@ -102,6 +122,7 @@ def describe_namespace(vllm_config: Any, kv_cache_config: Any, *, chunk_tokens: 
         "block": block_tokens(kv_cache_config),
         "page": int(group.kv_cache_spec.page_size_bytes),
         "packed by": _packing(vllm_config),
+        "order": _layout_name(kv_cache_config),
     }
     weights = {
         "version": version,
@@ -159,7 +180,7 @@ def _describe_layer(name: str, tensor: torch.Tensor, memory: int, num_blocks: in
     stride = tensor.stride(0) * tensor.element_size()
     if rest or not parts:
         raise LayoutError(f"layer {name}: {tuple(tensor.shape)} does not begin with {num_blocks} blocks")
-    if not tensor[0].is_contiguous() or (parts > 1 and stride != part_nbytes):
+    if not _is_dense(tensor[0]) or (parts > 1 and stride != part_nbytes):
         raise LayoutError(f"layer {name}: blocks of shape {tuple(tensor.shape)}, strides {tensor.stride()} have gaps")
     return LayerPlane(
         memory=memory,
@@ -168,6 +189,26 @@ def _describe_layer(name: str, tensor: torch.Tensor, memory: int, num_blocks: in
         block_stride=stride * parts,
         row_nbytes=part_nbytes * parts,
     )
+
+
+def _is_dense(block: torch.Tensor) -> bool:
+    """Return whether a block's elements fill a stretch of memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(block.shape, block.stride(), strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _join(planes: Sequence[LayerPlane]) -> LayerPlane:
+    """Return the layers of a block-outermost layout as one page per block."""
+    first, at = planes[0], planes[0].offset
+    for plane in planes:
+        if (plane.memory, plane.offset, plane.block_stride) != (first.memory, at, first.block_stride):
+            raise LayoutError(f"layers of a block do not follow each other: {plane} is not at {at}")
+        at += plane.row_nbytes
+    return replace(first, row_nbytes=at - first.offset)
 
 
 def _spec_names(spec: Any) -> set[str]:
