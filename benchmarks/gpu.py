@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,9 @@ OTHERS = [
 ]
 
 
+MANY_LAYERS = GpuLayout("64 allocations", 64, 16, 65_536, 2_048, 2, 32_768, 2_048)
+
+
 class GpuEngine:
     """GPU memory of a layout, filled with noise, and a client that has registered it."""
 
@@ -86,7 +90,9 @@ class GpuEngine:
             driver.call("cuMemcpyHtoD", self.memory[-1], data.ctypes.data, nbytes)
         self._exported, _ = export_memory([(address, nbytes) for address in self.memory])
         self.client = Client(socket, engine_id=name, name=name, deadline_s=DEADLINE_S, registrar=self._register)
+        begin = time.perf_counter()
         self.client.register(DEADLINE_S)
+        self.registered_s = time.perf_counter() - begin
 
     def read(self, layer: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the bytes of a layer."""
