@@ -57,6 +57,10 @@ KINDS = [
 ]
 
 
+BATCHES = [(), (), (1,), (1, 1), (99,), (99, 1)]
+"""How a registration's descriptors may be cut: all at once, some ahead, all ahead, and one batch of none."""
+
+
 def digest(space: str, name: str) -> bytes:
     return hashlib.sha256(f"{space}/{name}".encode()).digest()[:16]
 
@@ -106,8 +110,27 @@ class World:
                     self.daemon, lay(SHAPE), engine_id=kind.engine_id, shard=shard, num_shards=len(kind.ways),
                     chunk_tokens=CHUNK_TOKENS,
                 )  # fmt: skip
-                engine.register()
+                if self.chance.random() < 0.1:
+                    self.leave_early(engine)
+                    continue
+                engine.register(*([] if shard in kind.copiers else self.chance.choice(BATCHES)))
                 self.engines.append((kind, engine))
+
+    def leave_early(self, engine: SimulatedEngine) -> None:
+        """Let an engine end between handing descriptors over and registering."""
+        for _ in range(self.chance.randint(1, 3)):
+            engine.send(wire.Descriptors, fds=[memory.fd for memory in engine.memory])
+        self.num_seen["kept at a death"] += bool(engine.session.kept_fds)
+        engine.end()
+
+    def hand_over(self) -> None:
+        """Let an engine that has registered hand descriptors over: it is refused."""
+        _, engine = self.pick()
+        engine.send(wire.Descriptors, fds=[memory.fd for memory in engine.memory])
+        _, reply = engine.replies.pop()
+        assert isinstance(reply, wire.Error)
+        assert reply.code == "already_registered"
+        self.num_seen["too late"] += 1
 
     def die(self) -> None:
         if len(self.engines) > 3:
@@ -359,6 +382,7 @@ STEPS = {
     World.answer_falsely: 0.5,
     World.haunt: 1,
     World.lose_next: 1,
+    World.hand_over: 0.5,
 }
 """What happens, and how often."""
 
@@ -407,6 +431,7 @@ def check_quiet(daemon: SimulatedDaemon, engines: list[SimulatedEngine]) -> None
     """Nothing is held, nothing is mapped, and the bytes in use are those of the chunks that can be read."""
     status = daemon.status()
     assert all(engine.is_closed for engine in engines)
+    assert not any(engine.session.kept_fds for engine in daemon.engines)
     assert not daemon.device.open
     assert all(process.is_closed for process in daemon.processes)
     assert (status.num_sessions, status.num_registered, status.num_copies_in_flight) == (0, 0, 0)
@@ -426,7 +451,7 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(part: int):
     for outcome in (
         "stored", "pool full", "no parent", "copy failed", "hits", "misses", "loaded", "uncopied", "corrupt",
         "overloaded", "unknown_lease", "foreign_lease", "lease_claimed", "deaths with copies",
-        "deaths with orders", "broken on an order", "lies", "false answers",
+        "deaths with orders", "broken on an order", "lies", "false answers", "kept at a death", "too late",
     ):  # fmt: skip
         assert seen[outcome] > 0, outcome
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvist.client.client import Client
@@ -57,6 +60,31 @@ class Daemon:
 
     def num_fds(self) -> int:
         return num_fds(self.pid)
+
+    @property
+    def fds_max(self) -> int:
+        """How many descriptors it may have."""
+        return resource.prlimit(self.pid, resource.RLIMIT_NOFILE)[0]
+
+    @contextmanager
+    def room_for(self, num: int) -> Iterator[None]:
+        """Let it have so many descriptors more than it has now, and no others, for a while."""
+        soft, hard = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
+        taken = {int(name) for name in os.listdir(f"/proc/{self.pid}/fd")}
+        free = (number for number in itertools.count() if number not in taken)
+        resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (next(itertools.islice(free, num, None)), hard))
+        try:
+            yield
+        finally:
+            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (soft, hard))
+
+    def num_rests(self) -> int:
+        """Return how often its loop has waited, as opposed to having been interrupted."""
+        fields = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
+        return int(fields["voluntary_ctxt_switches"])
+
+    def num_logged(self, text: str) -> int:
+        return self.log.read_text().count(text)
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)

@@ -7,6 +7,8 @@ import fcntl
 import hashlib
 import mmap
 import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,36 @@ def stamp(name: bytes, nbytes: int) -> bytes:
 def num_mappings(pid: int, name: str) -> int:
     """Return how many mappings of the memfd ``name`` process ``pid`` has."""
     return sum(f"/memfd:{name}" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+
+
+@contextlib.contextmanager
+def numbered_fds(num: int) -> Iterator[list[int]]:
+    """Yield memfds that hold their places in the list, ``number_of`` each."""
+    fds: list[int] = []
+    try:
+        for number in range(num):
+            fds.append(os.memfd_create("kvist-numbered", os.MFD_CLOEXEC))
+            os.write(fds[-1], number.to_bytes(8, "big"))
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def number_of(fd: int) -> int:
+    """Return which of ``numbered_fds`` a descriptor is."""
+    return int.from_bytes(os.pread(fd, 8, 0), "big")
+
+
+@contextlib.contextmanager
+def many_fds() -> Iterator[int]:
+    """Let this process have as many descriptors as the system allows it; yield how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def num_fds(pid: int) -> int:

@@ -283,9 +283,13 @@ class SimulatedEngine:
             self.laid, request_id, chunk_tokens=self._chunk_tokens, shard=self.shard, num_shards=self.num_shards
         )
 
-    def register(self) -> Sent:
-        """Hand the memory over."""
-        return self.send(self.registration, fds=[memory.fd for memory in self.memory])
+    def register(self, *ahead: int) -> Sent:
+        """Hand the memory over: so many descriptors in each of the batches that go ahead, the rest at last."""
+        fds = [memory.fd for memory in self.memory]
+        for num in ahead:
+            batch, fds = fds[:num], fds[num:]
+            self.send(wire.Descriptors, fds=batch)
+        return self.send(self.registration, fds=fds)
 
     def send(
         self, build: Callable[[int], wire.Request], chunks: list[list[int]] | None = None, fds: Sequence[int] = ()

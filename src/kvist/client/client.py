@@ -1,9 +1,10 @@
 """Requests to the daemon, and what becomes of them.
 
-The laws: no call blocks unless it is told for how long. Every request that was submitted ends as *answered* or as
-*lost*; lost means that the daemon is gone for good, with all its copies, and never merely that it is slow. A daemon
-that is slow beyond the deadline is *late*: it gets no new requests until it has answered the old ones, and whatever
-the old ones name (blocks above all) stays in its hands until then.
+The laws: no call blocks unless it is told for how long; but one that connects may wait for the daemon to take in the
+descriptors of a registration that has more than go with one frame, as long as it does take them in. Every request that
+was submitted ends as *answered* or as *lost*; lost means that the daemon is gone for good, with all its copies, and
+never merely that it is slow. A daemon that is slow beyond the deadline is *late*: it gets no new requests until it has
+answered the old ones, and whatever the old ones name (blocks above all) stays in its hands until then.
 """
 
 from __future__ import annotations
@@ -17,12 +18,19 @@ from typing import Final, Protocol
 from kvist.client.connection import Connection
 from kvist.errors import REFUSALS, DeadlineExceeded, KvistError, Overloaded, ProtocolError, Refused, Unreachable
 from kvist.wire import messages as wire
-from kvist.wire.codec import encode
+from kvist.wire.codec import FDS_MAX, encode
 
 logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.1
 """Between two attempts to connect."""
+_BATCHES_MAX: Final = 4
+"""Batches of descriptors on their way at once, for the kernel lets a user have as many descriptors on their way as one
+process may have open; 1024 are usual."""
+_BATCH_S: Final = 0.5
+"""How long a registration waits for the daemon to take a batch in."""
+_PAUSE_S: Final = 10 * _BATCH_S
+"""Until the next attempt after one that has waited in vain: whoever connects must not wait most of the time."""
 
 Build = Callable[[int], wire.Request]
 """Makes a request with the id that it is given."""
@@ -44,6 +52,8 @@ class Pending:
     sent_at: float
     reply: wire.Reply | None = None
     is_lost: bool = False
+    connection: int = 0
+    """Which of the client's connections it went out on; 0 for none."""
 
     @property
     def is_over(self) -> bool:
@@ -56,10 +66,15 @@ class _Link:
     """A connection and what is known of its other end."""
 
     connection: Connection
+    number: int
     pending: dict[int, Pending] = field(default_factory=dict)
     welcome: wire.Welcome | None = None
     registration_id: int | None = None
     """Of the request that handed this process's memory over."""
+    batches: set[int] = field(default_factory=set)
+    """Requests that hand descriptors over ahead of the registration, and are unanswered."""
+    refused_batch: wire.Error | None = None
+    """The first answer that said no to one of them."""
     fault: str = ""
     """Why nothing more is said on this connection."""
 
@@ -89,6 +104,7 @@ class Client:
         self._link: _Link | None = None
         self._next_attempt = 0.0
         self._next_id = 1
+        self._num_connections = 0
         self._last_failure = ""
 
     @property
@@ -100,6 +116,16 @@ class Client:
     def is_connected(self) -> bool:
         """A connection stands, as far as is known."""
         return self._link is not None
+
+    @property
+    def connection(self) -> int:
+        """Number of the connection, which no other one of this client has; 0 while nothing can be sent on any."""
+        return self._link.number if self._link and not self._link.fault else 0
+
+    @property
+    def failure(self) -> str:
+        """Why there is no daemon, as far as is known; empty while all is well."""
+        return self._last_failure
 
     @property
     def fileno(self) -> int:
@@ -119,18 +145,20 @@ class Client:
         """Requests whose end is not known."""
         return len(self._link.pending) if self._link else 0
 
-    def submit(self, build: Build, *, even_if_late: bool = False) -> Pending:
+    def submit(self, build: Build, *, even_if_late: bool = False, connection: int | None = None) -> Pending:
         """Send a request and return at once; lost at once if there is no daemon, or it is late.
 
-        What a daemon must hear to let go of something is sent ``even_if_late``.
+        What a daemon must hear to let go of something is sent ``even_if_late``. What would mean nothing, or something
+        else, on another ``connection`` goes out on that one or is lost.
         """
         if self.is_late:
             self.poll()  # An answer that nobody has read yet must not make the daemon look late.
-        if self._link is None:
+        if self._link is None and connection is None:
             self._connect()
-        if self._link is None or self._link.fault or (self.is_late and not even_if_late):
+        link = self._link
+        if link is None or link.fault or connection not in (None, link.number) or (self.is_late and not even_if_late):
             return Pending(0, self._clock(), is_lost=True)
-        return self._send(self._link, build)
+        return self._send(link, build)
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Take in the replies that have come; wait at most ``timeout_s`` for the first."""
@@ -183,6 +211,8 @@ class Client:
             self.poll(left)
         if isinstance(self.registration, wire.Error):
             raise REFUSALS.get(self.registration.code, Refused)(self.registration.detail)
+        if self._link is None:
+            raise Unreachable(self._last_failure)
         if self.registration is None:
             raise DeadlineExceeded(f"the kvist daemon at {self.path} has not answered the registration in time")
         return self.registration
@@ -206,12 +236,12 @@ class Client:
             return
         self._next_attempt = now + RETRY_S
         try:
-            link = _Link(Connection(self.path))
+            link = _Link(Connection(self.path), self._num_connections + 1)
         except KvistError as error:
             self._note_failure(str(error))
             return
+        self._num_connections += 1
         self._link = link
-        self.registration = None
         self._send(link, self._hello)
         if self._registrar is not None and self._link is link:
             self._send_registration(link, self._registrar)
@@ -222,17 +252,66 @@ class Client:
     def _send_registration(self, link: _Link, registrar: Registrar) -> None:
         pending = self._new_pending(link)
         link.registration_id = pending.id
-        message, fds = registrar(pending.id)
         link.connection.takes_fds = True
         try:
-            link.connection.send(encode(message, num_fds=len(fds)), fds)
+            message, fds = registrar(pending.id)
+            *batches, own = [fds[start : start + FDS_MAX] for start in range(0, len(fds) or 1, FDS_MAX)]
+            end = self._clock() + self.deadline_s
+            for batch in batches:
+                if link.refused_batch is None:  # The daemon then refuses the registration too, and keeps nothing.
+                    self._send_batch(link, batch, end)
+            self._hand_over(link, encode(message, num_fds=len(own)), own, end)
         except (KvistError, OSError) as error:
             self._lose(link, str(error))
+            if isinstance(error, Overloaded):
+                self._next_attempt = self._clock() + _PAUSE_S
+            return
+        link.pending[pending.id] = pending
+
+    def _send_batch(self, link: _Link, fds: Sequence[int], end: float) -> None:
+        pending = self._new_pending(link)
+        self._hand_over(link, encode(wire.Descriptors(pending.id), num_fds=len(fds)), fds, end)
+        link.pending[pending.id] = pending
+        link.batches.add(pending.id)
+
+    def _hand_over(self, link: _Link, frame: bytes, fds: Sequence[int], end: float) -> None:
+        """Send one frame of a registration when the daemon has caught up with those before it.
+
+        Raises:
+            Overloaded: it does not, or not before ``end``.
+            Unreachable: it is gone, or has said that it takes nothing more.
+        """
+        is_sent = False
+        while not is_sent:
+            if link.batches:
+                self._poll_registration(link, 0.0)
+            if len(link.batches) >= _BATCHES_MAX:
+                self._wait_batch(link, end)
+            try:
+                link.connection.send(frame, fds)
+                is_sent = True
+            except Overloaded:
+                if not link.batches:
+                    raise
+                self._wait_batch(link, end)
+
+    def _wait_batch(self, link: _Link, end: float) -> None:
+        """Wait until one more batch is answered."""
+        num_unanswered = len(link.batches)
+        end = min(end, self._clock() + _BATCH_S)
+        while len(link.batches) == num_unanswered:
+            if (left := end - self._clock()) <= 0:
+                raise Overloaded(f"the daemon takes no descriptors in: {num_unanswered} batches are unanswered")
+            self._poll_registration(link, left)
+
+    def _poll_registration(self, link: _Link, timeout_s: float) -> None:
+        self.poll(timeout_s)
+        if self._link is not link or link.fault:
+            raise Unreachable(link.fault or self._last_failure)
 
     def _new_pending(self, link: _Link) -> Pending:
-        pending = Pending(self._next_id, self._clock())
+        pending = Pending(self._next_id, self._clock(), connection=link.number)
         self._next_id += 1
-        link.pending[pending.id] = pending
         return pending
 
     def _send(self, link: _Link, build: Build) -> Pending:
@@ -240,11 +319,13 @@ class Client:
         try:
             link.connection.send(encode(build(pending.id)))
         except (Overloaded, ProtocolError) as error:
-            del link.pending[pending.id]
             pending.is_lost = True
             self._note_failure(str(error))
         except Unreachable as error:
+            pending.is_lost = True
             self._lose(link, str(error))
+        else:
+            link.pending[pending.id] = pending  # Only now: a request that was never sent must not look unanswered.
         return pending
 
     def _take(self, link: _Link, reply: wire.Reply) -> None:
@@ -254,8 +335,13 @@ class Client:
             logger.info(
                 "connected to kvist daemon=%s pid=%d path=%s", reply.daemon, link.connection.daemon_pid, self.path
             )
+        elif reply.id in link.batches:
+            link.batches.discard(reply.id)
+            if isinstance(reply, wire.Error) and link.refused_batch is None:
+                link.refused_batch = reply
         elif reply.id == link.registration_id and isinstance(reply, wire.Registered | wire.Error):
-            self.registration = reply
+            is_refused = isinstance(reply, wire.Error)
+            self.registration = link.refused_batch if is_refused and link.refused_batch is not None else reply
             link.connection.takes_fds = False
         pending = link.pending.pop(reply.id, None)
         if pending is not None:
@@ -270,6 +356,7 @@ class Client:
         link.connection.close()
         if self._link is link:
             self._link = None
+            self.registration = None
         for pending in link.pending.values():
             pending.is_lost = True
         link.pending.clear()

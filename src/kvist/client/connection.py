@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import math
 import os
 import select
@@ -69,7 +70,8 @@ class Connection:
 
         Raises:
             Unreachable: the daemon is gone.
-            Overloaded: the daemon has stopped reading and the bound of unsent bytes is reached. Nothing was sent.
+            Overloaded: the daemon has stopped reading and the bound of unsent bytes is reached, or that of descriptors
+                on their way. Nothing was sent.
         """
         if len(self._unsent) + len(frame) > _UNSENT_NBYTES_MAX:
             raise Overloaded(f"{len(self._unsent)} bytes to the daemon are unsent")
@@ -165,6 +167,8 @@ class Connection:
         except BlockingIOError as error:
             raise Overloaded(f"the daemon does not read: {error}") from error
         except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                raise Overloaded(f"too many descriptors are on their way: {error}") from error
             raise self._lost(str(error)) from error
         self._unsent += frame[sent:]
 

@@ -1,8 +1,9 @@
 """The engine lane: threads of ours in the engine's process, which talk to the daemon and copy to and from its pool.
 
 The laws: the engine's own thread hands requests over and never waits. A slot is touched only between the daemon's order
-and our answer to it. A request is over only when nothing of ours can touch its blocks any more: its copy has landed, or
-was never begun.
+and our answer to it, and every order is answered for as long as its connection stands. A request is over only when
+nothing of ours can touch its blocks any more: its copy has landed, or was never begun. The lane's thread waits for no
+copy and for no device, until it ends.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 
 from kvist.client.client import Build, Client, Pending
-from kvist.device.base import Device
+from kvist.client.pool import MakeDevice, OpenPool
 from kvist.errors import KvistError, LayoutError, Unreachable
 from kvist.model.layout import LayerGroup
 from kvist.model.transfer import Direction
-from kvist.transfer.executor import Executor, Job
+from kvist.transfer.executor import Job
 from kvist.transfer.governor import Governor
 from kvist.transfer.plan import parse_block_ids, plan_copy
 from kvist.wire import messages as wire
@@ -33,21 +36,12 @@ from kvist.wire import messages as wire
 logger = logging.getLogger(__name__)
 
 _CHECKSUM_NBYTES: Final = 8
-_QUEUE_MAX: Final = 1024
+_SUBMITTED_MAX: Final = 1024
+"""Requests that the lane's thread has not taken yet."""
 _UNSENT_MS: Final = 100
-"""How often what the daemon did not read at once is sent again."""
-
-
-class LaneDevice(Device, Protocol):
-    """A device that copies between this process's own memory and the pool."""
-
-    def hold(self) -> None:
-        """Get ready.
-
-        Raises:
-            DeviceError: it cannot be used.
-        """
-        ...
+"""How often what the daemon did not read at once is sent again, and how exactly deadlines are kept."""
+_IDLE_MS: Final = 1000
+"""How often an idle lane looks whether its process is about to exit."""
 
 
 class Fences(Protocol):
@@ -74,7 +68,7 @@ class LaneMemory:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """One request on its way."""
+    """One request on its way. Only the lane's thread writes to it."""
 
     build: Build
     outer: Pending
@@ -82,22 +76,29 @@ class _Task:
     fence: object | None
     request: wire.Request | None = None
     inner: Pending | None = None
+    """What was sent last for it; None when there is nothing left to do."""
     job: Job | None = None
+    """The copy that is running."""
+    connection: int = 0
+    """Which one its order came over."""
+    answer: Callable[[int], wire.CopyDone] | None = None
+    """What the daemon is told of its order."""
+    is_faulty: bool = False
 
 
 class EngineLane:
     """Has the face of a ``Client``; carries the daemon's copy orders out."""
 
     def __init__(
-        self, client: Client, memory: LaneMemory, make_device: Callable[[int, int], LaneDevice], fences: Fences,
+        self, client: Client, memory: LaneMemory, make_device: MakeDevice, fences: Fences,
         governor: Governor | None = None,
     ) -> None:  # fmt: skip
-        """Start. ``client`` is this lane's from now on; ``make_device`` gets a pool's descriptor and its bytes.
+        """Start. ``client`` is this lane's from now on; ``make_device`` runs on a thread of the lane.
 
-        A ``governor`` spaces stores. Loads are not spaced: somebody waits for them, and they would cost decode as much.
+        A ``governor`` spaces stores.
         """
-        self._governor = governor
         self._client = client
+        self._governor = governor
         self._memory = memory
         self._make_device = make_device
         self._fences = fences
@@ -105,24 +106,31 @@ class EngineLane:
         self._copied: deque[_Task] = deque()
         self._tasks: list[_Task] = []
         self._registered: wire.Registered | wire.Error | None = None
-        self._device: LaneDevice | None = None
-        self._executors: dict[Direction, Executor] = {}
-        self._pool_fd = -1
-        self._pool_nbytes = 0
-        self._failure = ""
+        """The registration that ``_pool``, or ``_opening``, belongs to."""
+        self._pool: OpenPool | None = None
+        self._opening: Future[OpenPool] | None = None
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="kvist-pool")
+        """Opens and closes pools, one after another: to pin one takes long, and to close one is to wait for copies."""
+        self._outcome: wire.Registered | str | None = None
+        """What became of the registration: a pool that is open, or why there is none."""
         self._changed = threading.Event()
+        self._gate = threading.Lock()
+        """Guards ``_is_closing``: behind it nothing is submitted and ``_wake_fd`` is not used any more."""
         self._is_closing = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="kvist-lane", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kvist-lane")
         self._thread.start()
 
     # ── called by the engine's thread ───────────────────────────────────────────────────────────────────────────
 
     def submit(self, build: Build) -> Pending:
         """Hand a retrieve or a store over; its copy waits for what the calling thread's stream has been given."""
-        task = _Task(build, Pending(0, time.monotonic()), self._fences.record())
-        self._submitted.append(task)
-        self._wake()
+        with self._gate:
+            if self._is_closing or len(self._submitted) >= _SUBMITTED_MAX:
+                return Pending(0, time.monotonic(), is_lost=True)
+            task = _Task(build, Pending(0, time.monotonic()), self._fences.record())
+            self._submitted.append(task)
+            self._wake()
         return task.outer
 
     def poll(self, timeout_s: float = 0.0) -> None:
@@ -136,64 +144,78 @@ class EngineLane:
 
         Raises:
             LayoutError: the daemon or the device refuses; says why.
-            Unreachable: no answer in time. The lane goes on trying when there is something to send.
+            Unreachable: no daemon, or no answer in time. The lane goes on trying when there is something to send.
         """
         ping = self.submit(wire.Ping)
         end = time.monotonic() + deadline_s
-        while self._is_waiting(ping) and (left := end - time.monotonic()) > 0:
+        while self._outcome is None and not ping.is_lost and (left := end - time.monotonic()) > 0:
             self.poll(left)
-        if self._failure:
-            raise LayoutError(self._failure)
-        if self._device is None or not isinstance(self._registered, wire.Registered):
-            raise Unreachable(f"the kvist daemon at {self._client.path} has not answered the registration in time")
-        return self._registered
-
-    def _is_waiting(self, ping: Pending) -> bool:
-        return self._device is None and not self._failure and not ping.is_lost
+        outcome = self._outcome
+        if isinstance(outcome, str):
+            raise LayoutError(outcome)
+        if outcome is None:
+            raise Unreachable(
+                self._client.failure
+                or f"the kvist daemon at {self._client.path} has not answered the registration in time"
+            )
+        return outcome
 
     def close(self) -> None:
-        """Finish the copies that have begun, leave the daemon, and end the threads. Idempotent."""
-        self._is_closing = True
-        self._wake()
+        """Finish the chunks that are being copied, leave the daemon, and end the threads. Idempotent.
+
+        Takes as long as the copies, and at most the client's deadline longer.
+        """
+        with self._gate:
+            if not self._is_closing:
+                self._is_closing = True
+                self._wake()
         self._thread.join()
 
     # ── the lane's thread ───────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
+        try:
+            # An engine that exits without a word must not wait for this thread.
+            while not self._is_closing and threading.main_thread().is_alive():
+                self._wait()
+                self._step()
+        finally:
+            self._leave()
+
+    def _wait(self) -> None:
+        """Return when there is something to do."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
-        while not self._is_closing:
-            fd = self._client.fileno
-            if fd >= 0:
-                poll.register(fd, select.POLLIN)
-            poll.poll(_UNSENT_MS if self._tasks else None)
-            if fd >= 0:
-                poll.unregister(fd)
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-            try:
-                self._step()
-            except Exception:  # The thread's one boundary: a request whose step fails is lost, the lane goes on.
-                logger.exception("fault in the engine lane")
-                self._give_up()
-        self._close_device()
-        while self._copied:
-            self._report(self._copied.popleft())
-        self._client.poll()  # Sends what is left to be sent: slots that nobody writes to any more.
-        self._client.close()
-        self._give_up()
-        os.close(self._wake_fd)
+        if (fd := self._client.fileno) >= 0:
+            poll.register(fd, select.POLLIN)
+        poll.poll(_UNSENT_MS if self._tasks else _IDLE_MS)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
 
     def _step(self) -> None:
-        while self._submitted:
-            self._begin(self._submitted.popleft())
-        self._client.poll()
-        self._take_registration()
+        try:
+            while self._submitted:
+                self._guard(self._begin, self._submitted.popleft())
+            self._client.poll()
+            self._take_registration()
+        except Exception:  # The thread's boundary: a connection that meets a fault is given up, the lane goes on.
+            logger.exception("fault in the engine lane")
+            self._client.close()
         while self._copied:
-            self._report(self._copied.popleft())
+            self._guard(self._report, self._copied.popleft())
         for task in self._tasks:
-            self._advance(task)
-        self._tasks = [task for task in self._tasks if task.inner is not None]
+            self._guard(self._advance, task)
+        self._tasks = [task for task in self._tasks if task.inner is not None or task.job is not None]
+
+    def _guard(self, act: Callable[[_Task], None], task: _Task) -> None:
+        try:
+            act(task)
+        except Exception:  # The boundary of one request: it is lost, the others go on. An order of it is declined.
+            logger.exception("fault in the engine lane")
+            if task.is_faulty:
+                task.inner = None
+            task.is_faulty = True
+            self._end(task, None)
 
     def _begin(self, task: _Task) -> None:
         def build(number: int) -> wire.Request:
@@ -208,35 +230,46 @@ class EngineLane:
         if task.job is not None or task.inner is None:
             return
         if not task.inner.is_over:
-            if time.monotonic() - task.outer.sent_at > self._client.deadline_s:
-                self._end(task, None)  # Nobody has touched its blocks, and now nobody will.
-            return
-        reply = task.inner.reply
-        if not isinstance(reply, wire.CopyOrder):
-            self._end(task, reply)
-            task.inner = None
-        elif task.outer.is_over:
-            self._decline(task, reply)
+            self._end_if_late(task)
+        elif isinstance(task.inner.reply, wire.CopyOrder):
+            self._take_order(task, task.inner.connection, task.inner.reply)
+        elif task.inner.is_lost and task.answer is not None and task.connection == self._client.connection:
+            self._send_answer(task)  # It could not be sent, and without it the daemon would keep the slots.
         else:
-            self._copy(task, reply)
+            reply, task.inner = task.inner.reply, None
+            self._end(task, reply)
+
+    def _end_if_late(self, task: _Task) -> None:
+        """Nobody has touched the blocks of a request without an order; after its deadline nobody will."""
+        if time.monotonic() - task.outer.sent_at > self._client.deadline_s:
+            self._end(task, None)
+
+    def _take_order(self, task: _Task, connection: int, order: wire.CopyOrder) -> None:
+        task.connection = connection
+        if connection != self._client.connection:
+            task.inner = None  # Its slots lie in a pool that this is no longer, and nobody hears an answer.
+            self._end(task, None)
+        elif task.outer.is_over:
+            self._answer(task, lambda number: wire.CopyDone(number, order.id, 0))
+        elif self._opening is not None:
+            self._end_if_late(task)
+        else:
+            self._copy(task, order)
 
     def _copy(self, task: _Task, order: wire.CopyOrder) -> None:
         """Give an order to the device; answer at once that nothing of it was copied if that cannot be."""
         try:
-            job = self._plan(task, order)
-            if self._device is None:
-                raise Unreachable(f"the pool of order {order.id} is gone")
-            self._executors[job.plan.direction].submit(job)
+            if self._pool is None:
+                raise Unreachable(f"the pool of order {order.id} is not open")
+            job = self._plan(task, order, self._pool.nbytes)
+            self._pool.submit(job)
         except KvistError as error:
             logger.warning("copy not begun: %s", error)
-            self._decline(task, order)
+            self._answer(task, lambda number: wire.CopyDone(number, order.id, 0))
         else:
             task.job = job
 
-    def _decline(self, task: _Task, order: wire.CopyOrder) -> None:
-        task.inner = self._client.submit(lambda number: wire.CopyDone(number, order.id, 0), even_if_late=True)
-
-    def _plan(self, task: _Task, order: wire.CopyOrder) -> Job:
+    def _plan(self, task: _Task, order: wire.CopyOrder, pool_nbytes: int) -> Job:
         request, memory = task.request, self._memory
         assert isinstance(request, wire.Retrieve | wire.Store), request
         num_chunks = len(request.block_ids) // (4 * memory.blocks_per_chunk)
@@ -245,10 +278,17 @@ class EngineLane:
         )
         slots = np.frombuffer(order.slots, dtype="<i8").astype(np.int64)
         chunk_nbytes = memory.group.block_nbytes * memory.blocks_per_chunk
-        if slots.size and not 0 <= slots.min() <= slots.max() <= self._pool_nbytes - chunk_nbytes:
-            raise LayoutError(f"slots [{slots.min()}, {slots.max()}] outside a pool of {self._pool_nbytes} bytes")
+        if slots.size and not 0 <= slots.min() <= slots.max() <= pool_nbytes - chunk_nbytes:
+            raise LayoutError(f"slots [{slots.min()}, {slots.max()}] outside a pool of {pool_nbytes} bytes")
         positions = np.frombuffer(order.positions, dtype="<i4")
+        if positions.size and not 0 <= positions.min() <= positions.max() < num_chunks:
+            raise LayoutError(f"chunks [{positions.min()}, {positions.max()}] of a request for {num_chunks}")
         is_load = isinstance(request, wire.Retrieve)
+        checksums_nbytes = _CHECKSUM_NBYTES * slots.size if is_load else 0
+        if positions.size != slots.size or len(order.checksums) != checksums_nbytes:
+            raise LayoutError(
+                f"{slots.size} slots for {positions.size} chunks, with {len(order.checksums)} bytes of checksums"
+            )
         plan = plan_copy(
             Direction.SCATTER if is_load else Direction.GATHER, memory.group, block_ids[positions], slots,
             num_skipped_blocks=request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0,
@@ -259,97 +299,149 @@ class EngineLane:
         starts = range(0, len(order.checksums), _CHECKSUM_NBYTES)
         return Job(
             plan, memory.bases, on_done=lambda job: self._copied_by_device(task, job), deadline=deadline,
-            checksums=[order.checksums[start : start + _CHECKSUM_NBYTES] for start in starts], fence=task.fence,
+            positions=positions.tolist(), fence=task.fence,
+            checksums=[order.checksums[start : start + _CHECKSUM_NBYTES] for start in starts],
         )  # fmt: skip
 
     def _copied_by_device(self, task: _Task, job: Job) -> None:
         """Run on the device's thread when a copy has landed: the engine need not wait for the daemon to hear of it."""
-        if job.plan.direction is Direction.SCATTER:
-            failed = sorted({*job.failed, *range(job.num_done, job.plan.num_chunks)})
-            task.outer.reply = wire.RetrieveReply(0, job.plan.num_chunks, failed)
+        if isinstance(task.request, wire.Retrieve):
+            num_chunks = len(task.request.block_ids) // (4 * self._memory.blocks_per_chunk)
+            right = set(job.positions[: job.num_done]) - {job.positions[chunk] for chunk in job.failed}
+            failed = [] if len(right) == num_chunks else [chunk for chunk in range(num_chunks) if chunk not in right]
+            task.outer.reply = wire.RetrieveReply(0, num_chunks, failed)
         else:
             task.outer.reply = wire.StoreReply(0, job.num_done, 0, job.plan.num_chunks - job.num_done)
-        self._changed.set()
         self._copied.append(task)
+        self._changed.set()
         self._wake()
 
     def _report(self, task: _Task) -> None:
         """Tell the daemon what became of an order."""
-        job, request = task.job, task.request
+        job, task.job = task.job, None
         assert job is not None
-        assert request is not None
+        assert task.request is not None
         is_load = job.plan.direction is Direction.SCATTER
-        checksums = b"" if is_load else b"".join(job.checksums)
-        task.job = None
-        task.inner = self._client.submit(
-            lambda number: wire.CopyDone(number, request.id, job.num_done, checksums, job.failed if is_load else []),
-            even_if_late=True,
-        )
+        order, checksums = task.request.id, b"" if is_load else b"".join(job.checksums)
+        failed = job.failed if is_load else []
+        self._answer(task, lambda number: wire.CopyDone(number, order, job.num_done, checksums, failed))
         self._give_fence_back(task)
+
+    def _answer(self, task: _Task, answer: Callable[[int], wire.CopyDone]) -> None:
+        task.answer = answer
+        self._send_answer(task)
+
+    def _send_answer(self, task: _Task) -> None:
+        assert task.answer is not None
+        task.inner = self._client.submit(task.answer, even_if_late=True, connection=task.connection)
 
     def _give_fence_back(self, task: _Task) -> None:
-        if task.fence is not None:
-            self._fences.give_back(task.fence)
-            task.fence = None
+        fence, task.fence = task.fence, None
+        if fence is not None:
+            self._fences.give_back(fence)
 
     def _end(self, task: _Task, reply: wire.Reply | None) -> None:
-        self._give_fence_back(task)
-        if task.outer.is_over:
-            return
-        if reply is None:
-            task.outer.is_lost = True
-        else:
+        """Call a request over that no copy is running for; answered, unless ``reply`` is None."""
+        if not task.outer.is_over:
             task.outer.reply = reply
-        self._changed.set()
+            task.outer.is_lost = reply is None
+            self._changed.set()
+        self._give_fence_back(task)
+
+    # ── the pool ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take_registration(self) -> None:
-        """Open the pool of a daemon that has registered this process; close that of the one before."""
+        """Open the pool of a daemon that has registered this process; close that of a connection that is over."""
         registered = self._client.registration
-        if registered is self._registered:
-            return
-        self._close_device()
-        self._registered = registered
-        if isinstance(registered, wire.Error):
-            self._failure = f"{registered.code}: {registered.detail}"
-        elif registered is not None:
-            (self._pool_fd,) = self._client.take_fds()
-            self._pool_nbytes = registered.pool_nbytes
-            try:
-                device = self._make_device(self._pool_fd, registered.pool_nbytes)
-                device.hold()
-            except KvistError as error:
-                self._failure = str(error)
-                self._client.close()
-            else:
-                self._executors = {
-                    Direction.SCATTER: Executor(device, queue_max=_QUEUE_MAX),
-                    Direction.GATHER: Executor(device, queue_max=_QUEUE_MAX, governor=self._governor),
-                }
-                self._device = device
+        if registered is not self._registered:
+            self._retire_pool()
+            self._registered = registered
+            if isinstance(registered, wire.Error):
+                self._outcome = f"{registered.code}: {registered.detail}"
+            elif registered is not None:
+                fds, nbytes = self._client.take_fds(), registered.pool_nbytes
+                self._opening = self._opener.submit(OpenPool, fds, nbytes, self._make_device, self._governor)
+                self._opening.add_done_callback(lambda _: self._wake())
+            self._changed.set()
+        if self._opening is not None and self._opening.done():
+            opening, self._opening = self._opening, None
+            self._take_pool(opening)
+
+    def _take_pool(self, opening: Future[OpenPool]) -> None:
+        error = opening.exception()
+        if error is None:
+            self._pool = opening.result()
+            assert isinstance(self._registered, wire.Registered)
+            self._outcome = self._registered
+        elif isinstance(error, KvistError):
+            self._outcome = str(error)
+            logger.warning("pool not opened: %s", self._outcome)
+        else:
+            self._outcome = repr(error)
+            logger.error("fault while opening the pool", exc_info=error)
         self._changed.set()
 
-    def _close_device(self) -> None:
-        """Let the copies that have begun land, and give the pool back."""
-        executors, self._executors = self._executors, {}
+    def _retire_pool(self) -> None:
+        """Let the chunks that are being copied land, and then give the pool back."""
+        self._cancel_copies()
+        if self._pool is not None or self._opening is not None:
+            self._opener.submit(_close_pool, self._pool, self._opening)
+        self._pool = self._opening = self._outcome = None
+
+    def _cancel_copies(self) -> None:
         for task in self._tasks:
             if task.job is not None:
                 task.job.is_cancelled = True
-        for executor in executors.values():
-            executor.close()
-        if self._device is not None:
-            self._device.close()
-            self._device = None
-        if self._pool_fd >= 0:
-            os.close(self._pool_fd)
-            self._pool_fd = -1
 
-    def _give_up(self) -> None:
-        """Call everything lost that no copy is running for."""
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _leave(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._end_everything)
+            stack.callback(self._client.close)
+            stack.callback(self._close_pools)
+            with self._gate:
+                self._is_closing = True
+            self._drain()
+
+    def _drain(self) -> None:
+        """Answer every order: that of a copy when it has landed, and those that are still to come."""
         for task in [*self._tasks, *self._submitted]:
             if task.job is None:
-                self._end(task, None)
-                task.inner = None
+                self._guard(lambda task: self._end(task, None), task)
+        self._submitted.clear()
+        self._cancel_copies()
+        end = None
+        while self._tasks:
+            if end is None and all(task.job is None for task in self._tasks):
+                end = time.monotonic() + self._client.deadline_s
+            if end is not None and time.monotonic() > end:
+                logger.warning("left a daemon that does not answer path=%s", self._client.path)
+                return
+            self._step()
+            if self._tasks:
+                self._wait()
+
+    def _close_pools(self) -> None:
+        self._opener.shutdown()
+        _close_pool(self._pool, self._opening)
+
+    def _end_everything(self) -> None:
+        for task in [*self._tasks, *self._submitted]:
+            self._guard(lambda task: self._end(task, None), task)
+        os.close(self._wake_fd)
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError, BlockingIOError):
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_write(self._wake_fd, 1)
+
+
+def _close_pool(pool: OpenPool | None, opening: Future[OpenPool] | None) -> None:
+    """Close a pool that is open, or whose opening has ended."""
+    if opening is not None and opening.exception() is None:
+        pool = opening.result()
+    try:
+        if pool is not None:
+            pool.close()
+    except Exception:  # The boundary of the thread that closes pools: nobody else hears of it.
+        logger.exception("pool not closed in order")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -25,7 +26,7 @@ from kvist.server.config import ServeConfig
 from kvist.server.lanes import DeviceContext, Lanes
 from kvist.server.runtime import Runtime
 from kvist.server.service import CacheService
-from kvist.server.transport import Transport
+from kvist.server.transport import Transport, descriptors_max
 from kvist.storage.pool import Pool, open_pool
 from kvist.storage.slots import SlotAllocator
 from kvist.units import format_nbytes
@@ -49,6 +50,7 @@ def run(config: ServeConfig, *, on_progress: Callable[[int], None], on_ready: Ca
         ConfigError: the pool or the socket cannot be had; nothing is left behind.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    _raise_descriptor_limit()
     num_threads = min(_POPULATE_THREADS_MAX, os.cpu_count() or 1)
     pool = open_pool(config.pool, num_threads=num_threads, on_progress=on_progress)
     try:
@@ -93,8 +95,8 @@ async def _until_signalled(
     async with asyncio.TaskGroup() as tasks:
         expiry = tasks.create_task(_expire_leases(service))
         logger.info(
-            "serving version=%s pid=%d socket=%s pool=%s",
-            __version__, os.getpid(), config.socket_path, format_nbytes(config.pool),
+            "serving version=%s pid=%d socket=%s pool=%s descriptors_max=%d",
+            __version__, os.getpid(), config.socket_path, format_nbytes(config.pool), descriptors_max(),
         )  # fmt: skip
         on_ready()
         await stop.wait()
@@ -105,6 +107,12 @@ async def _until_signalled(
         await transport.close()
         expiry.cancel()
     logger.info("stopped")
+
+
+def _raise_descriptor_limit() -> None:
+    """Take as many descriptors as the system allows, since one engine may hand thousands over."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -100,7 +100,11 @@ def _parse_group(spec: wire.GroupSpec) -> LayerGroup:
 
 
 def duplicate_all(fds: Sequence[int]) -> list[int]:
-    """Return duplicates of ``fds``, owned by the caller."""
+    """Return duplicates of ``fds``, owned by the caller.
+
+    Raises:
+        OSError: this process has no room for them; none is left.
+    """
     copies: list[int] = []
     try:
         for fd in fds:

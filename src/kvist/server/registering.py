@@ -1,7 +1,8 @@
 """How an engine's KV memory comes into the daemon's hands, and how it is let go.
 
 The law: a registration is checked whole before anything is opened, and a refused one leaves nothing mapped, open or
-watched. Memory is mapped and unmapped on its device's thread, once each. An engine that copies for itself hands nothing
+watched. Memory is mapped and unmapped on its device's thread, once each. Descriptors that came ahead of a registration
+are closed when it was carried out or refused, or when the session ends. An engine that copies for itself hands nothing
 over: it is given the pool, and its process is watched from then on.
 """
 
@@ -23,6 +24,7 @@ from kvist.server.runtime import Runtime
 from kvist.server.sessions import Registration, Session
 from kvist.storage.slots import SlotAllocator
 from kvist.wire import messages as wire
+from kvist.wire.codec import FDS_MAX, KEPT_FDS_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -46,24 +48,52 @@ class Registrar:
         self._orders_max = orders_max
         self._on_over = on_over
 
+    def keep(self, session: Session, request: wire.Descriptors, fds: Sequence[int]) -> wire.Received:
+        """Keep duplicates of ``fds``, which stay the caller's, for the registration to come.
+
+        Raises:
+            AlreadyRegistered: the session has memory registered, or is about to.
+            LayoutRefused: there would be more than ``KEPT_FDS_MAX``.
+            Malformed: there are none.
+            OSError: this process has no room for them.
+        """
+        _check_is_new(session)
+        if not fds:
+            raise Malformed(f"a request to keep descriptors, and none have come; {len(session.kept_fds)} are kept")
+        if len(session.kept_fds) + len(fds) > KEPT_FDS_MAX:
+            raise LayoutRefused(
+                f"{len(session.kept_fds)} descriptors are kept and {len(fds)} have come; at most {KEPT_FDS_MAX} are "
+                f"kept for one registration"
+            )
+        session.kept_fds += duplicate_all(fds)
+        return wire.Received(request.id, len(session.kept_fds))
+
+    def drop_kept(self, session: Session) -> None:
+        """Close what is kept for a registration: one frame's worth now, the rest in turns with everybody's requests."""
+        kept, session.kept_fds = session.kept_fds, []
+        self._close_in_turns(kept)
+
     def register(self, session: Session, request: wire.Register, fds: Sequence[int]) -> None:
         """Check a registration and carry it out; the reply follows. ``fds`` stay the caller's.
+
+        Descriptors that were kept are this method's when it returns, and the session's still if it raises.
 
         Raises:
             AlreadyRegistered: the session has memory registered, or is about to.
             LayoutRefused: the layout contradicts itself or its memory, or is not served.
             Malformed: descriptors are missing or too many, or there is no such shard.
+            OSError: this process has no room for duplicates of ``fds``.
         """
-        if session.registration is not None or session.is_registering:
-            raise AlreadyRegistered(f"session {session.id} has registered its KV memory; connect anew to do it again")
+        _check_is_new(session)
         layout, handles = parse_layout(request)
         lanes = {handle.lane for handle in handles}
         if len(lanes) != 1:
             raise LayoutRefused(f"memory on {sorted(lanes)}; one worker's memory lies on one device")
         lane = None if handles[0].kind == ENGINE else self._runtime.lanes[lanes.pop()]
         num_fds = sum(handle.num_fds for handle in handles)
-        if len(fds) != num_fds:
-            raise Malformed(f"{len(handles)} allocations with {num_fds} file descriptors, and {len(fds)} have come")
+        num_come = len(session.kept_fds) + len(fds)
+        if num_come != num_fds:
+            raise Malformed(f"{len(handles)} allocations with {num_fds} file descriptors, and {num_come} have come")
         if not 0 <= request.shard < request.num_shards <= ROWS_MAX:
             raise Malformed(f"shard {request.shard} of {request.num_shards}; at most {ROWS_MAX}")
         opening = _Opening(layout, handles, self._check_chunks(layout, request.chunk_tokens))
@@ -88,6 +118,11 @@ class Registrar:
             self._runtime.post(on_gone)
 
         lane.loads.call(on_device_thread)
+
+    def _close_in_turns(self, fds: list[int]) -> None:
+        close_all(fds[:FDS_MAX])
+        if len(fds) > FDS_MAX:
+            self._runtime.post(lambda: self._close_in_turns(fds[FDS_MAX:]))
 
     def _check_chunks(self, layout: KVLayout, chunk_tokens: int) -> int:
         """Return how many blocks a chunk has; refuse chunks that are not served."""
@@ -127,7 +162,8 @@ class Registrar:
         self, session: Session, request: wire.Register, opening: _Opening, where: tuple[Lane, Sequence[int]]
     ) -> None:
         """Map the memory on its device's thread; the reply follows."""
-        lane, own_fds = where[0], duplicate_all(where[1])
+        lane, own_fds = where[0], [*session.kept_fds, *duplicate_all(where[1])]
+        session.kept_fds = []
         session.is_registering = True
         session.num_unanswered += 1
 
@@ -175,6 +211,11 @@ class _Opening:
         self, shard: int, bases: tuple[int, ...], lane: Lane | EngineLane, fence: object | None
     ) -> Registration:
         return Registration(shard, self.layout, 0, self.blocks_per_chunk, self.handles, bases, lane, fence)
+
+
+def _check_is_new(session: Session) -> None:
+    if session.registration is not None or session.is_registering:
+        raise AlreadyRegistered(f"session {session.id} has registered its KV memory; connect anew to do it again")
 
 
 def _log_registered(session: Session, registration: Registration) -> None:

@@ -1,6 +1,7 @@
 """What the daemon does for each message. All control flow of a request is here.
 
-The laws: every request gets exactly one reply, an ``Error`` if it is refused; a refused request has changed nothing.
+The laws: every request gets exactly one reply, an ``Error`` if it is refused; a refused request has changed nothing,
+but that a refused registration closes the descriptors that came ahead of it.
 A chunk is published only when its bytes have landed, and forgotten, with all that builds on it, when they no longer
 match their checksum. One event loop calls every method of this module; copies run elsewhere and come back to it.
 """
@@ -34,6 +35,7 @@ from kvist.storage.slots import SlotAllocator
 from kvist.transfer.executor import Job
 from kvist.transfer.plan import plan_copy
 from kvist.wire import messages as wire
+from kvist.wire.codec import KEPT_FDS_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class CacheService:
         session.on_closed = on_closed
         num_leases = self._leases.release_session(session.id)
         session.cancel()
+        self.drop_descriptors(session)
         if session.registration is not None and (orders := session.registration.orders) is not None:
             orders.give_up() if self.is_draining else orders.end_with_process()
         logger.info(
@@ -115,6 +118,9 @@ class CacheService:
     def check_invariants(self) -> None:
         """Assert the laws of the index, and that slots and sessions add up. For tests."""
         self._index.check_invariants()
+        for session in self._sessions.values():
+            is_open = session.registration is None and not session.is_registering and not session.is_draining
+            assert len(session.kept_fds) <= (KEPT_FDS_MAX if is_open else 0)
         if not self._sessions:
             stats = self._index.stats()
             assert len(self._leases) == stats.num_reserved == stats.num_pinned == stats.num_doomed == 0
@@ -125,6 +131,9 @@ class CacheService:
         """Carry a request out; return its reply, or None if that follows through ``session.send``.
 
         ``fds`` stay the caller's, who closes them when this returns.
+
+        Raises:
+            OSError: this process has no room for more descriptors; nothing has changed.
         """
         try:
             is_request_of_its_own = not isinstance(request, wire.CopyDone)
@@ -132,9 +141,15 @@ class CacheService:
                 raise Overloaded(f"{session.num_unanswered} requests of this session are unanswered")
             return self._dispatch(session, request, fds)
         except Refused as refusal:
+            if isinstance(request, wire.Register):
+                self.drop_descriptors(session)
             self._counters[f"refused_{refusal.code}"] += 1
             logger.debug("refused session=%d code=%s detail=%s", session.id, refusal.code, refusal)
             return wire.Error(request.id, refusal.code, str(refusal))
+
+    def drop_descriptors(self, session: Session) -> None:
+        """Close what a session has handed over ahead of a registration that is not carried out."""
+        self._registrar.drop_kept(session)
 
     def _dispatch(self, session: Session, request: wire.Request, fds: Sequence[int]) -> wire.Reply | None:
         match request:
@@ -153,14 +168,21 @@ class CacheService:
             case wire.Release():
                 self._leases.release(LeaseId(request.lease))
                 return wire.Released(request.id)
-            case wire.Register():
+            case wire.Descriptors() | wire.Register():
                 self._check_takes_work()
-                self._registrar.register(session, request, fds)
-                return None
+                return self._take_memory(session, request, fds)
             case wire.Status():
                 return self.status(request.id)
             case wire.Hello():
                 raise Malformed(f"session {session.id} has said hello before")
+
+    def _take_memory(
+        self, session: Session, request: wire.Descriptors | wire.Register, fds: Sequence[int]
+    ) -> wire.Received | None:
+        if isinstance(request, wire.Descriptors):
+            return self._registrar.keep(session, request, fds)
+        self._registrar.register(session, request, fds)
+        return None
 
     def _lookup(self, session: Session, request: wire.Lookup) -> wire.LookupReply:
         self._check_takes_work()

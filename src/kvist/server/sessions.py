@@ -73,6 +73,8 @@ class Session:
     send_with_fds: Send
     registration: Registration | None = None
     is_registering: bool = False
+    kept_fds: list[int] = field(default_factory=list)
+    """Descriptors for the registration to come, in the order of their coming. Owned."""
     jobs: set[Job] = field(default_factory=set)
     """Copies that have not landed."""
     num_unanswered: int = 0

@@ -2,8 +2,9 @@
 
 The laws: a peer's user is checked before its first byte is read. Nothing that a peer does or leaves undone makes the
 daemon wait: reads and writes never block, what a peer does not read is bounded, and its end is seen as the end of its
-stream. A socket is closed only when the session's last copy has landed, so a peer that sees it closed knows that
-nothing writes to its memory any more.
+stream. Whoever sends descriptors that there is no room for is ended with a word, and nobody else is; whoever connects
+waits. A socket is closed only when the session's last copy has landed, so a peer that sees it closed knows that nothing
+writes to its memory any more.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import errno
 import fcntl
 import logging
 import os
+import resource
 import socket
 import stat
 import struct
@@ -41,6 +43,9 @@ _TRUNCATED: Final = int(socket.MSG_CTRUNC)
 """Plain integers: arithmetic on Python's flag types costs several microseconds."""
 _UCRED: Final = struct.Struct("3i")
 _PRIVATE: Final = stat.S_IRWXU
+_SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_ACCEPT_PAUSE_S: Final = 0.1
+"""How long connections wait in the kernel's queue when there is no room for one and none ends."""
 
 
 class Transport:
@@ -61,12 +66,17 @@ class Transport:
         self._connections: set[_Connection] = set()
         self._all_gone = asyncio.Event()
         self._all_gone.set()
+        self._pause: asyncio.TimerHandle | None = None
+        """Set while nothing is accepted."""
+        self._is_short = False
+        """The last connection could not be accepted."""
         self._lock_fd, self._listener = _listen(path, is_private=not allow_uids)
         self._loop.add_reader(self._listener, self._accept)
 
     def stop_listening(self) -> None:
         """Take no more connections, and give the path up. Idempotent."""
         if self._listener.fileno() >= 0:
+            self._resume()
             self._loop.remove_reader(self._listener)
             self._listener.close()
             with contextlib.suppress(FileNotFoundError):
@@ -83,6 +93,7 @@ class Transport:
     def forget(self, connection: _Connection) -> None:
         """Note that a connection is gone."""
         self._connections.discard(connection)
+        self._resume()
         if not self._connections:
             self._all_gone.set()
 
@@ -92,10 +103,11 @@ class Transport:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            if error.errno not in _SHORTAGES:
                 raise
-            logger.warning("connection not accepted error=%s", error)
+            self._pause_accepting(error)
             return
+        self._is_short = False
         sock.settimeout(0)
         pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         refusal: Refused | None = None
@@ -111,6 +123,23 @@ class Transport:
             return
         self._all_gone.clear()
         self._connections.add(_Connection(self, self._loop, sock, Peer(pid, uid)))
+
+    def _pause_accepting(self, error: OSError) -> None:
+        """Leave who comes in the kernel's queue for a moment: the loop would find the socket readable for ever."""
+        if not self._is_short:
+            logger.warning(
+                "connection not accepted error=%s connections=%d descriptors_max=%d",
+                error, len(self._connections), descriptors_max(),
+            )  # fmt: skip
+        self._is_short = True
+        self._loop.remove_reader(self._listener)
+        self._pause = self._loop.call_later(_ACCEPT_PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+            self._loop.add_reader(self._listener, self._accept)
 
 
 class _Connection:
@@ -142,6 +171,8 @@ class _Connection:
         self._is_closing = True
         logger.debug("connection closing pid=%d reason=%s", self._peer.pid, reason)
         self._loop.remove_reader(self._sock)
+        close_all(self._fds)
+        self._fds.clear()
         if self._session is None:
             self._finish()
         else:
@@ -171,7 +202,9 @@ class _Connection:
             nbytes = self._receive()
         except BlockingIOError:
             return None
-        except (OSError, ProtocolError) as error:
+        except Overloaded as error:
+            return self._refuse_and_close(0, error.code, error)
+        except OSError as error:
             return self.close(str(error))
         if not nbytes:
             return self.close("end of stream")
@@ -180,6 +213,8 @@ class _Connection:
         except ProtocolError as error:
             self._refuse_and_close(0, "protocol", error)
         except Exception as error:  # The connection's one boundary: its fault ends it, and the daemon goes on.
+            if isinstance(error, OSError) and error.errno in _SHORTAGES:
+                return self._refuse_and_close(0, Overloaded.code, self._lacks_room(str(error)))
             logger.exception("fault while serving pid=%d", self._peer.pid)
             self._refuse_and_close(0, "fault", ProtocolError(f"the daemon has a fault: {error!r}"))
         return None
@@ -188,7 +223,7 @@ class _Connection:
         """Read into the scratch buffer; return how many bytes.
 
         Raises:
-            ProtocolError: descriptors were lost on the way.
+            Overloaded: there was no room for all descriptors that came; the kernel has closed the others.
         """
         if self._is_registered:
             # No descriptor can belong here any more; the kernel closes those that come. Several microseconds less.
@@ -198,8 +233,14 @@ class _Connection:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._fds += array.array("i", data[: len(data) & ~3])
         if flags & _TRUNCATED:
-            raise ProtocolError(f"descriptors of {self._peer.pid} were lost; {len(self._fds)} have come")
+            raise self._lacks_room(f"{len(self._fds)} have come, others were lost")
         return nbytes
+
+    def _lacks_room(self, what: str) -> Overloaded:
+        return Overloaded(
+            f"the daemon has no room for the descriptors of process {self._peer.pid}: {what}; it may have "
+            f"{descriptors_max()} in all (ulimit -n)"
+        )
 
     def _take(self, data: memoryview) -> None:
         for frame in self._reader.feed(data):
@@ -227,10 +268,11 @@ class _Connection:
         except Malformed as error:
             if self._session is None:
                 raise ProtocolError(f"no hello: {error}") from error
+            self._transport.service.drop_descriptors(self._session)  # It may have been their registration.
             return self.send(wire.Error(request_id(body), error.code, str(error)))
         if self._session is None:
             return self._on_hello(request)
-        if num_fds and not isinstance(request, wire.Register):
+        if num_fds and not isinstance(request, wire.Register | wire.Descriptors):
             raise ProtocolError(f"{num_fds} descriptors with a {type(request).__name__}")
         reply = self._transport.service.handle(self._session, request, fds)
         if reply is not None:
@@ -257,8 +299,9 @@ class _Connection:
             )
         )
 
-    def _refuse_and_close(self, request_number: int, code: str, error: ProtocolError) -> None:
-        logger.warning("protocol error pid=%d error=%s", self._peer.pid, error)
+    def _refuse_and_close(self, request_number: int, code: str, error: ProtocolError | Overloaded) -> None:
+        event = "connection ended" if isinstance(error, Overloaded) else "protocol error"
+        logger.warning("%s pid=%d error=%s", event, self._peer.pid, error)
         self.send(wire.Error(request_number, code, str(error)))
         self.close(code)
 
@@ -287,9 +330,12 @@ class _Connection:
         if self._sock.fileno() >= 0:
             self._loop.remove_writer(self._sock)
             self._sock.close()
-        close_all(self._fds)
-        self._fds = []
         self._transport.forget(self)
+
+
+def descriptors_max() -> int:
+    """Return how many descriptors this process may have."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def _listen(path: str, *, is_private: bool) -> tuple[int, socket.socket]:

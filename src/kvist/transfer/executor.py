@@ -153,13 +153,19 @@ class Executor:
 
     def _may_go_on(self, job: Job) -> bool:
         """Return whether a job's next chunk may be copied, when its turn has come."""
-        if _is_over(job) or self._calls or (job.plan.direction is Direction.GATHER and self._loads):
+        if self._must_pause(job):
             return False
-        if self._governor is not None and not self._closing.is_set():
-            wait_s = self._governor.turn(time.monotonic(), job.plan.chunk_nbytes)
-            if wait_s > 0:
-                self._closing.wait(wait_s)
-        return True
+        if self._governor is None or self._closing.is_set():
+            return True
+        wait_s = self._governor.turn(time.monotonic(), job.plan.chunk_nbytes)
+        if wait_s <= 0:
+            return True
+        self._closing.wait(wait_s)
+        return not self._must_pause(job)
+
+    def _must_pause(self, job: Job) -> bool:
+        has_load_to_do = job.plan.direction is Direction.GATHER and bool(self._loads)
+        return _is_over(job) or bool(self._calls) or has_load_to_do
 
 
 def _is_over(job: Job) -> bool:

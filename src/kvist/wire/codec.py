@@ -20,6 +20,8 @@ from kvist.wire.messages import Reply, Request
 FRAME_NBYTES_MAX: Final = 8 * MIB
 FDS_MAX: Final = 253
 """Most file descriptors that Linux passes with one message (SCM_MAX_FD)."""
+KEPT_FDS_MAX: Final = 1 << 14
+"""Most file descriptors that are kept for one registration, besides those of its own frame."""
 _HEADER: Final = struct.Struct("<2sHI")
 _HEADER_NBYTES: Final = _HEADER.size
 _MAGIC: Final = b"kv"

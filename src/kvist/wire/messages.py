@@ -82,6 +82,12 @@ class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_field
     """A GPU event of the engine, as CUDA exports it: copies of requests that say ``is_fenced`` wait for it."""
 
 
+class Descriptors(msgspec.Struct, frozen=True, tag="descriptors"):
+    """Hand over descriptors that have no room in the frame of the registration to come; they go before its own."""
+
+    id: int
+
+
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     """Ask how much of a prefix is cached on all shards, and hold it under a lease."""
 
@@ -152,7 +158,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     id: int
 
 
-Request = Hello | Register | Lookup | Retrieve | Store | CopyDone | Release | Ping | Status
+Request = Hello | Register | Descriptors | Lookup | Retrieve | Store | CopyDone | Release | Ping | Status
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -187,6 +193,14 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     chunk_nbytes: int
     pool_nbytes: int = 0
     """Size of the pool, where its descriptor comes with this."""
+
+
+class Received(msgspec.Struct, frozen=True, tag="received"):
+    """The descriptors are kept for the registration to come."""
+
+    id: int
+    num_kept: int
+    """All that are kept now, those of earlier requests included."""
 
 
 class LookupReply(msgspec.Struct, frozen=True, tag="lookup_reply"):
@@ -270,5 +284,15 @@ class Error(msgspec.Struct, frozen=True, tag="error"):
 
 
 Reply = (
-    Welcome | Registered | LookupReply | RetrieveReply | StoreReply | CopyOrder | Released | Pong | StatusReply | Error
+    Welcome
+    | Registered
+    | Received
+    | LookupReply
+    | RetrieveReply
+    | StoreReply
+    | CopyOrder
+    | Released
+    | Pong
+    | StatusReply
+    | Error
 )

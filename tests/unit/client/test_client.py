@@ -14,7 +14,7 @@ import pytest
 from kvist.client.client import RETRY_S, Client, Pending
 from kvist.errors import REFUSALS, DeadlineExceeded, Refused, Unreachable
 from kvist.wire import messages as wire
-from kvist.wire.codec import FrameReader, decode_request, encode
+from kvist.wire.codec import FDS_MAX, FrameReader, decode_request, encode
 
 LIMITS = wire.Limits(1, 2, 3, 4, 5.0)
 REGISTER = wire.Register(0, 0, 1, 16, [wire.MemorySpec("host", 64)], [])
@@ -31,6 +31,8 @@ class Daemon:
         self._listener.settimeout(5)
         self.socket = socket.socket()
         self.fds: list[int] = []
+        self.num_fds: list[int] = []
+        """How many of them each request owns."""
         self._reader = FrameReader()
 
     def accept(self) -> None:
@@ -53,9 +55,11 @@ class Daemon:
 
     def read(self) -> list[wire.Request]:
         """Return the requests that have come, at least one."""
-        data, fds, _, _ = socket.recv_fds(self.socket, 1 << 20, 8)
+        data, fds, _, _ = socket.recv_fds(self.socket, 1 << 20, FDS_MAX)
         self.fds += fds
-        return [decode_request(frame.body) for frame in self._reader.feed(data)]
+        frames = [(decode_request(frame.body), frame.num_fds) for frame in self._reader.feed(data)]
+        self.num_fds += [num_fds for _, num_fds in frames]
+        return [request for request, _ in frames]
 
     def read_kinds(self, *kinds: type[wire.Request]) -> list[wire.Request]:
         """Return requests of exactly these kinds, in this order."""
@@ -373,3 +377,69 @@ def test_close_is_the_end_of_what_is_pending(daemon: Daemon, client: Client):
     assert is_lost(pending)
     daemon.read_kinds(wire.Ping)
     assert daemon.socket.recv(1) == b""
+
+
+def test_what_the_daemon_must_hear_is_sent_late(daemon: Daemon, client: Client, clock: Clock):
+    """``even_if_late`` sends to a late daemon, and to none that is not there or has been given up."""
+    client.submit(wire.Ping)
+    daemon.welcome(client)
+    old = client.submit(wire.Ping)
+    daemon.read_kinds(wire.Ping)
+    clock.now += 2 * client.deadline_s
+    assert is_lost(client.submit(wire.Ping))
+    must = client.submit(lambda number: wire.Release(number, b"lease"), even_if_late=True)
+    assert not must.is_over
+    assert daemon.read_kinds(wire.Release) == [wire.Release(must.id, b"lease")]
+    daemon.send(wire.Pong(old.id), wire.Released(must.id))
+    client.poll(5)
+    assert (must.reply, client.is_late) == (wire.Released(must.id), False)
+    daemon.socket.sendall(b"no reply")
+    client.poll(5)
+    assert is_lost(client.submit(wire.Ping, even_if_late=True))
+
+
+def test_an_answer_goes_to_whom_it_is_for(daemon: Daemon, client: Client, clock: Clock):
+    """What is said on one connection is sent on that one or on none, and connects to nobody."""
+    first = client.submit(wire.Ping)
+    daemon.welcome(client)
+    assert first.connection == client.connection != 0
+    assert not is_lost(client.submit(wire.Ping, connection=first.connection))
+    daemon.read_kinds(wire.Ping)
+    daemon.socket.close()
+    client.poll(5)
+    clock.now += RETRY_S
+    assert client.connection == 0
+    assert is_lost(client.submit(wire.Ping, even_if_late=True, connection=first.connection))
+    assert not daemon.has_connection()
+    second = client.submit(wire.Ping)
+    daemon.welcome(client)
+    assert second.connection == client.connection != first.connection
+    assert is_lost(client.submit(wire.Ping, even_if_late=True, connection=first.connection))
+    assert client.num_unanswered == 0
+
+
+def test_a_request_that_cannot_be_made_leaves_nothing(daemon: Daemon, client: Client, clock: Clock):
+    """When building a request raises, nothing is unanswered: the daemon, to whom nothing was said, is not late."""
+    client.submit(wire.Ping)
+    daemon.welcome(client)
+    with pytest.raises(ZeroDivisionError):
+        client.submit(lambda number: wire.Ping(number // 0))
+    assert client.num_unanswered == 0
+    clock.now += 2 * client.deadline_s
+    assert not client.is_late
+    assert not is_lost(client.submit(wire.Ping))
+
+
+def test_a_registration_ends_with_its_connection(daemon: Daemon, path: Path):
+    """An answer to a registration is true for its connection only: without one there is none."""
+    client = registering(path, [])
+    client.submit(wire.Ping)
+    daemon.accept()
+    hello, register, _ = daemon.read_kinds(wire.Hello, wire.Register, wire.Ping)
+    daemon.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS), wire.Registered(register.id, 640))
+    client.poll(5)
+    assert client.registration == wire.Registered(register.id, 640)
+    daemon.socket.close()
+    client.poll(5)
+    assert client.registration is None
+    assert client.take_fds() == []

@@ -233,6 +233,27 @@ def test_a_governor_is_asked_before_every_chunk():
     assert turns == [(16, 0), (16, 1), (16, 2)]
 
 
+def test_a_job_cancelled_while_it_waits_copies_no_more():
+    """A turn that comes after the job's end is not taken."""
+    device = ScriptedDevice(is_open=True)
+    job: Job | None = None
+
+    class CancelsMeanwhile(Governor):
+        def turn(self, now: float, nbytes: int) -> float:
+            if device.steps:
+                assert job is not None
+                job.is_cancelled = True
+            return 0.001
+
+    executor = Executor(device, queue_max=10, governor=CancelsMeanwhile(1.0))
+    done = Done()
+    job = make_job("x", Direction.GATHER, 6, done)
+    executor.submit(job)
+    wait_until(lambda: done.jobs)
+    executor.close()
+    assert job.num_done == 1
+
+
 def test_close_finishes_what_is_queued(device: ScriptedDevice):
     """After ``close``, every job is done, on the device's own thread, and that thread is gone. Twice is harmless."""
     executor = Executor(device, queue_max=10)

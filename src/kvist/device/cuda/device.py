@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,10 +20,18 @@ import numpy as np
 
 from kvist.device import libc
 from kvist.device.base import GoOn
-from kvist.device.cuda.driver import HOST_REGISTER_PORTABLE, IPC_HANDLE_NBYTES, Context, api, call
+from kvist.device.cuda.driver import (
+    HOST_REGISTER_PORTABLE,
+    IPC_HANDLE_NBYTES,
+    LEGACY_STREAM,
+    Context,
+    api,
+    call,
+    take,
+)
 from kvist.device.cuda.memory import OpenedMemory
 from kvist.device.cuda.pipe import Pipe, as_checksums, which_match
-from kvist.device.cuda.tiles import ChunkTiles, chunk_tiles
+from kvist.device.cuda.tiles import ChunkTiles, Tiles, chunk_tiles
 from kvist.device.kernels import compile_kernels
 from kvist.errors import DeviceError, LayoutError
 from kvist.model.handles import CUDA_IPC, CUDA_VMM, MemoryHandle
@@ -29,6 +39,8 @@ from kvist.model.layout import LayerGroup
 from kvist.model.transfer import CopyPlan, Direction
 
 logger = logging.getLogger(__name__)
+
+_TableKey = tuple[int, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +77,12 @@ class CudaDevice:
             self._close_if_unused()
 
     def close_memory(self, address: int, nbytes: int) -> None:
+        """Unmap it; failures are logged."""
         assert self._gpu is not None, nbytes
-        self._gpu.context.use()
-        self._gpu.forget_tiles(address)
-        self._gpu.opened.close(address)
+        with _logged("use"):
+            self._gpu.context.use()
+        if self._gpu.opened.close(address):  # Other users' copies may be reading the tables.
+            self._gpu.forget_tiles(address)
         self._close_if_unused()
 
     def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
@@ -88,12 +102,15 @@ class CudaDevice:
             ctypes.memmove(int(raw.getPtr()), payload, IPC_HANDLE_NBYTES)
             return cast("object", call("cuIpcOpenEventHandle", raw))
         except DeviceError as error:
+            self._close_if_unused()
             raise LayoutError(f"the engine's event cannot be opened: {error}") from error
 
     def close_fence(self, fence: object) -> None:
+        """Give it up; failures are logged."""
         assert self._gpu is not None
-        self._gpu.context.use()
-        call("cuEventDestroy", fence)
+        with _logged("close_fence"):
+            self._gpu.context.use()
+            call("cuEventDestroy", fence)
 
     def wait_for(self, direction: Direction, fence: object) -> None:
         assert self._gpu is not None
@@ -106,16 +123,15 @@ class CudaDevice:
         Raises:
             DeviceError: the GPU cannot be used.
         """
-        self._is_held = True
         self._open_gpu()
+        self._is_held = True
 
     def close(self) -> None:
-        """Close what is open. No copy may be running. Idempotent."""
+        """Close what is open; failures are logged. No copy may be running. Idempotent."""
         self._is_held = False
-        if self._gpu is not None:
-            self._gpu.context.use()
-            self._gpu.close()
-            self._gpu = None
+        gpu, self._gpu = self._gpu, None
+        if gpu is not None:
+            gpu.close()
 
     def _copy(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> Any:
         assert self._gpu is not None
@@ -139,48 +155,82 @@ class _Gpu:
 
     def __init__(self, device_uuid: str, pool: PoolFile) -> None:
         begin = time.monotonic()
-        self.context = Context(device_uuid)
-        self.context.use()
         self.opened = OpenedMemory()
-        self._pool = pool
-        self._tables: dict[tuple[int, int, tuple[int, ...]], tuple[LayerGroup, ChunkTiles, Any]] = {}
-        self._module = call("cuModuleLoadData", compile_kernels(self.context.arch()))
-        self._slots_address = libc.map_shared(pool.fd, pool.nbytes)
-        call("cuMemHostRegister", self._slots_address, pool.nbytes, HOST_REGISTER_PORTABLE)
-        self.pipes = {
-            direction: Pipe(direction, self._kernel(direction.value), self._slots_address) for direction in Direction
-        }
+        self._tables: dict[_TableKey, tuple[LayerGroup, ChunkTiles, Any]] = {}
+        self._tables_lock = threading.Lock()
+        """Both directions look tables up, each on a thread of its own."""
+        with ExitStack() as stack:
+            self.context = Context(device_uuid)
+            stack.callback(self.context.close)
+            self.context.use()
+            module = take(stack, "cuModuleUnload", "cuModuleLoadData", compile_kernels(self.context.arch()))
+            slots_address = _map_pool(pool, stack)
+            self.pipes: dict[Direction, Pipe] = {}
+            for direction in Direction:
+                kernel = call("cuModuleGetFunction", module, direction.value.encode())
+                self.pipes[direction] = Pipe(direction, kernel, slots_address)
+                stack.callback(self.pipes[direction].close)
+            stack.callback(self._free_tables, self._tables)
+            self._held = stack.pop_all()
         logger.info("GPU opened device=%s seconds=%.2f", device_uuid, time.monotonic() - begin)
-
-    def _kernel(self, name: str) -> Any:
-        return call("cuModuleGetFunction", self._module, name.encode())
 
     def find_tiles(self, group: LayerGroup, blocks_per_chunk: int, bases: tuple[int, ...]) -> tuple[ChunkTiles, int]:
         """Return a group's tiles, and where they lie on the GPU; uploaded when they are first asked for."""
         key = (id(group), blocks_per_chunk, bases)
-        if key not in self._tables:
-            tiles = chunk_tiles(group, blocks_per_chunk)
-            placed = tiles.at(np.array(bases, dtype=np.uint64))
-            table = call("cuMemAlloc", placed.nbytes)
-            call("cuMemcpyHtoD", table, placed.ctypes.data, placed.nbytes)
-            self._tables[key] = (group, tiles, table)  # Holds the group, so that its id stays its own.
-        _, tiles, table = self._tables[key]
+        with self._tables_lock:
+            if key not in self._tables:
+                tiles = chunk_tiles(group, blocks_per_chunk)
+                table = _upload(tiles.at(np.array(bases, dtype=np.uint64)))
+                self._tables[key] = (group, tiles, table)  # Holds the group, so that its id stays its own.
+            _, tiles, table = self._tables[key]
         return tiles, int(table)
 
     def forget_tiles(self, base: int) -> None:
-        """Drop the tables of an engine one of whose allocations lies at ``base``."""
-        for key in [key for key in self._tables if base in key[2]]:
-            call("cuMemFree", self._tables.pop(key)[2])
+        """Drop the tables of an engine one of whose allocations lies at ``base``. Failures are logged."""
+        with self._tables_lock:
+            self._free_tables([key for key in self._tables if base in key[2]])
+
+    def _free_tables(self, keys: Iterable[_TableKey]) -> None:
+        for key in list(keys):
+            with _logged("forget_tiles"):
+                call("cuMemFree", self._tables.pop(key)[2])
 
     def close(self) -> None:
-        """Give everything back; the context ends with it unless somebody else in this process has it."""
-        try:
-            for pipe in self.pipes.values():
-                pipe.close()
-            call("cuMemHostUnregister", self._slots_address)
-            call("cuModuleUnload", self._module)
-        except DeviceError:
-            logger.exception("GPU not closed in order device=%s", self.context.device)
-        finally:
-            self.context.close()
-            libc.unmap(self._slots_address, self._pool.nbytes)
+        """Give everything back; the context ends with it unless somebody else in this process has it.
+
+        Failures are logged; whatever fails, the rest is done.
+        """
+        with _logged("close"), self._held:
+            self.context.use()
+
+
+def _map_pool(pool: PoolFile, stack: ExitStack) -> int:
+    """Map and pin the pool until ``stack`` ends, and return its address."""
+    try:
+        address = libc.map_shared(pool.fd, pool.nbytes)
+    except OSError as error:
+        raise DeviceError(f"the pool cannot be mapped for the GPU: {error}") from error
+    stack.callback(libc.unmap, address, pool.nbytes)
+    call("cuMemHostRegister", address, pool.nbytes, HOST_REGISTER_PORTABLE)
+    stack.callback(call, "cuMemHostUnregister", address)
+    return address
+
+
+def _upload(placed: Tiles) -> Any:
+    with ExitStack() as stack:
+        table = take(stack, "cuMemFree", "cuMemAlloc", placed.nbytes)
+        call("cuMemcpyHtoD", table, placed.ctypes.data, placed.nbytes)
+        # From pageable memory, that returns before the bytes have landed, and our streams do not wait for its stream
+        # (CUDA driver API, API synchronization behavior).
+        call("cuStreamSynchronize", LEGACY_STREAM)
+        stack.pop_all()
+    return table
+
+
+@contextmanager
+def _logged(action: str) -> Iterator[None]:
+    """Log what fails while something is given up: nobody could do anything about it."""
+    try:
+        yield
+    except DeviceError:
+        logger.exception("GPU not given back in order action=%s", action)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import uuid
+from contextlib import ExitStack
 from typing import Any, Final
 
 from kvist.errors import DeviceError
@@ -17,6 +18,7 @@ LAZY_PEER_ACCESS: Final = 1
 HOST_REGISTER_PORTABLE: Final = 1
 EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING, EVENT_INTERPROCESS = 1, 2, 4
 STREAM_NON_BLOCKING: Final = 1
+LEGACY_STREAM: Final = 0
 IPC_HANDLE_NBYTES: Final = 64
 
 
@@ -50,6 +52,17 @@ def call(name: str, *arguments: Any) -> Any:
     if code:
         raise DeviceError(f"{name} returned {int(code)}: {_explain(code)}")
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def take(stack: ExitStack, release: str, name: str, *arguments: Any) -> Any:
+    """Call a driver function that makes something; ``stack`` gives it back with the function ``release``.
+
+    Raises:
+        DeviceError: it failed.
+    """
+    made = call(name, *arguments)
+    stack.callback(call, release, made)
+    return made
 
 
 def devices() -> dict[str, int]:

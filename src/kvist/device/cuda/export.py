@@ -12,9 +12,8 @@ import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from kvist.device.cuda.driver import IPC_HANDLE_NBYTES, api, call
+from kvist.device.cuda.driver import IPC_HANDLE_NBYTES, api, call, take
 from kvist.errors import DeviceError, LayoutError
 from kvist.model.handles import CUDA_IPC, CUDA_VMM, MemoryHandle
 
@@ -83,17 +82,19 @@ def _export(address: int, nbytes: int) -> Exported:
             raise LayoutError(f"managed memory at {address:#x} cannot be exported; allocate KV memory with cudaMalloc")
     device = device_of(address)
     base, size = (int(value) for value in call("cuMemGetAddressRange", address))
-    code, handle = api().cuIpcGetMemHandle(base)
-    if not code:
-        if address + nbytes > base + size:
-            raise LayoutError(f"{nbytes} bytes at {address:#x} leave their allocation of {size} at {base:#x}")
-        raw = ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_NBYTES)
-        return Exported(base, MemoryHandle(CUDA_IPC, size, device=device, payload=raw))
-    return _export_virtual(address, nbytes, base, device)
+    try:
+        handle = call("cuIpcGetMemHandle", base)
+    except DeviceError as error:
+        return _export_virtual((address, nbytes), base, device, error)
+    if address + nbytes > base + size:
+        raise LayoutError(f"{nbytes} bytes at {address:#x} leave their allocation of {size} at {base:#x}")
+    raw = ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_NBYTES)
+    return Exported(base, MemoryHandle(CUDA_IPC, size, device=device, payload=raw))
 
 
-def _export_virtual(address: int, nbytes: int, base: int, device: str) -> Exported:
+def _export_virtual(span: tuple[int, int], base: int, device: str, refusal: DeviceError) -> Exported:
     """Export every physical segment under a span of virtual memory, whose reserved range others may share."""
+    address, nbytes = span
     driver = api()
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     fds: list[int] = []
@@ -102,22 +103,17 @@ def _export_virtual(address: int, nbytes: int, base: int, device: str) -> Export
     try:
         while at < address + nbytes:
             start, size = (int(value) for value in call("cuMemGetAddressRange", at))
-            fds.append(_export_segment(start, kind))
+            with contextlib.ExitStack() as stack:
+                segment = take(stack, "cuMemRelease", "cuMemRetainAllocationHandle", start)
+                fds.append(int(call("cuMemExportToShareableHandle", segment, kind, 0)))
             sizes.append(size)
             at = start + size
     except DeviceError as error:
         for fd in fds:
             os.close(fd)
         raise LayoutError(
-            f"KV memory at {address:#x} cannot be shared with another process ({error}). Its allocator "
-            f"does not make memory exportable, as that of vLLM's sleep mode: start without --enable-sleep-mode"
+            f"KV memory at {address:#x} cannot be shared with another process ({refusal}; {error}). "
+            f"Its allocator does not make memory exportable, as that of vLLM's sleep mode: start without "
+            f"--enable-sleep-mode"
         ) from error
     return Exported(base, MemoryHandle(CUDA_VMM, sum(sizes), device=device, part_nbytes=tuple(sizes)), tuple(fds))
-
-
-def _export_segment(address: int, kind: Any) -> int:
-    segment = call("cuMemRetainAllocationHandle", address)
-    try:
-        return int(call("cuMemExportToShareableHandle", segment, kind, 0))
-    finally:
-        call("cuMemRelease", segment)

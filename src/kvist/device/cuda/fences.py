@@ -44,7 +44,8 @@ class SharedFence:
         """
         self._current_stream = current_stream
         self._event = call("cuEventCreate", EVENT_DISABLE_TIMING | EVENT_INTERPROCESS)
-        self.handle = ctypes.string_at(int(call("cuIpcGetEventHandle", self._event).getPtr()), IPC_HANDLE_NBYTES)
+        raw = call("cuIpcGetEventHandle", self._event)  # Has the bytes; its pointer is good as long as it lives.
+        self.handle = ctypes.string_at(int(raw.getPtr()), IPC_HANDLE_NBYTES)
         """What ``Register.fence`` carries."""
         self.record()
 

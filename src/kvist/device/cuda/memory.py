@@ -9,10 +9,11 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
-from kvist.device.cuda.driver import IPC_HANDLE_NBYTES, LAZY_PEER_ACCESS, api, call
+from kvist.device.cuda.driver import IPC_HANDLE_NBYTES, LAZY_PEER_ACCESS, api, call, take
 from kvist.errors import DeviceError, LayoutError
 from kvist.model.handles import CUDA_IPC, MemoryHandle
 
@@ -23,9 +24,9 @@ logger = logging.getLogger(__name__)
 class _Opened:
     address: int
     handle: MemoryHandle
+    held: ExitStack
+    """Unmaps it; whatever of that fails, the rest is done."""
     num_users: int = 1
-    segments: list[Any] = field(default_factory=list)
-    """Handles of physical memory, ``cuda_vmm`` only."""
 
 
 class OpenedMemory:
@@ -57,65 +58,45 @@ class OpenedMemory:
         self._opened[opened.address] = opened
         return opened.address
 
-    def close(self, address: int) -> None:
-        """Give one use of an allocation up; the last one unmaps it. Failures are logged."""
+    def close(self, address: int) -> bool:
+        """Give one use of an allocation up; return whether it was the last, which unmaps it. Failures are logged."""
         opened = self._opened[address]
         opened.num_users -= 1
         if opened.num_users:
-            return
+            return False
         del self._opened[address]
         try:
-            if opened.handle.kind == CUDA_IPC:
-                call("cuIpcCloseMemHandle", address)
-            else:
-                _unmap_segments(opened)
+            opened.held.close()
         except DeviceError:
             logger.exception("GPU memory not unmapped nbytes=%d", opened.handle.nbytes)
+        return True
 
 
 def _open_ipc(handle: MemoryHandle) -> _Opened:
     raw = api().CUipcMemHandle()
     ctypes.memmove(int(raw.getPtr()), handle.payload, IPC_HANDLE_NBYTES)
-    address = int(call("cuIpcOpenMemHandle", raw, LAZY_PEER_ACCESS))
-    try:
+    with ExitStack() as stack:
+        address = int(take(stack, "cuIpcCloseMemHandle", "cuIpcOpenMemHandle", raw, LAZY_PEER_ACCESS))
         _, size = call("cuMemGetAddressRange", address)
         if int(size) < handle.nbytes:
             raise LayoutError(f"GPU memory is declared with {handle.nbytes} bytes and has {int(size)}")
-    except (DeviceError, LayoutError):
-        call("cuIpcCloseMemHandle", address)
-        raise
-    return _Opened(address, handle)
+        return _Opened(address, handle, stack.pop_all())
 
 
 def _map_segments(handle: MemoryHandle, fds: Sequence[int], device: Any) -> _Opened:
     driver = api()
     kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    opened = _Opened(int(call("cuMemAddressReserve", handle.nbytes, 0, 0, 0)), handle)
-    mapped = 0
-    try:
+    with ExitStack() as stack:
+        address = at = int(call("cuMemAddressReserve", handle.nbytes, 0, 0, 0))
+        stack.callback(call, "cuMemAddressFree", address, handle.nbytes)
         for fd, nbytes in zip(fds, handle.part_nbytes, strict=True):
-            segment = call("cuMemImportFromShareableHandle", fd, kind)
-            opened.segments.append(segment)
-            call("cuMemMap", opened.address + mapped, nbytes, 0, segment, 0)
-            mapped += nbytes
+            segment = take(stack, "cuMemRelease", "cuMemImportFromShareableHandle", fd, kind)
+            call("cuMemMap", at, nbytes, 0, segment, 0)
+            stack.callback(call, "cuMemUnmap", at, nbytes)
+            at += nbytes
         access = driver.CUmemAccessDesc()
         access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = int(device)
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        call("cuMemSetAccess", opened.address, handle.nbytes, [access], 1)
-    except DeviceError:
-        _unmap_segments(opened, mapped)
-        raise
-    return opened
-
-
-def _unmap_segments(opened: _Opened, nbytes: int | None = None) -> None:
-    mapped = opened.handle.nbytes if nbytes is None else nbytes
-    at = opened.address
-    for size in opened.handle.part_nbytes:
-        if at < opened.address + mapped:
-            call("cuMemUnmap", at, size)
-        at += size
-    for segment in opened.segments:
-        call("cuMemRelease", segment)
-    call("cuMemAddressFree", opened.address, opened.handle.nbytes)
+        call("cuMemSetAccess", address, handle.nbytes, [access], 1)
+        return _Opened(address, handle, stack.pop_all())

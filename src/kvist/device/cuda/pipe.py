@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.device.base import GoOn
-from kvist.device.cuda.driver import EVENT_DISABLE_TIMING, STREAM_NON_BLOCKING, call
+from kvist.device.cuda.driver import EVENT_DISABLE_TIMING, STREAM_NON_BLOCKING, call, take
 from kvist.device.cuda.tiles import TILE, ChunkTiles, Slice, cut_into_slices
 from kvist.device.kernels import THREADS
 from kvist.model.layout import Int64s
@@ -57,28 +58,23 @@ class Pipe:
         self._direction = direction
         self._kernel = kernel
         self._slots_address = slots_address
-        lowest, _ = call("cuCtxGetStreamPriorityRange")
-        self.kernels = call("cuStreamCreateWithPriority", STREAM_NON_BLOCKING, lowest)
-        self._link = call("cuStreamCreateWithPriority", STREAM_NON_BLOCKING, lowest)
-        self._staging = call("cuMemAlloc", NUM_BUFFERS * BUFFER_NBYTES)
-        self._buffers = [
-            _Buffer(int(self._staging) + number * BUFFER_NBYTES, _new_event(), _new_event())
-            for number in range(NUM_BUFFERS)
-        ]
+        with ExitStack() as stack:
+            self.kernels, self._link = _new_stream(stack), _new_stream(stack)
+            staging = int(take(stack, "cuMemFree", "cuMemAlloc", NUM_BUFFERS * BUFFER_NBYTES))
+            self._buffers = [
+                _Buffer(staging + number * BUFFER_NBYTES, _new_event(stack), _new_event(stack))
+                for number in range(NUM_BUFFERS)
+            ]
+            self._tables = _Tables(stack)
+            self._held = stack.pop_all()
         self._next_buffer = 0
-        self._tables = _Tables()
         self._arguments = _SliceArguments(checksums=self._tables.sums_address)
         self._argument_pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
 
     def close(self) -> None:
-        """Give everything back."""
-        self._settle()
-        for event in (event for buffer in self._buffers for event in (buffer.filled, buffer.drained)):
-            call("cuEventDestroy", event)
-        self._tables.close()
-        call("cuMemFree", self._staging)
-        for stream in (self.kernels, self._link):
-            call("cuStreamDestroy", stream)
+        """Give everything back; whatever of that fails, the rest is done."""
+        with self._held:
+            self._settle()
 
     def copy(
         self, plan: CopyPlan, tiles: ChunkTiles, tiles_address: int, chunks: range, go_on: GoOn
@@ -145,8 +141,10 @@ class Pipe:
         )  # fmt: skip
 
     def _settle(self) -> None:
-        call("cuStreamSynchronize", self.kernels)
-        call("cuStreamSynchronize", self._link)
+        try:
+            call("cuStreamSynchronize", self.kernels)
+        finally:
+            call("cuStreamSynchronize", self._link)
 
 
 class _Tables:
@@ -156,15 +154,17 @@ class _Tables:
     others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stack: ExitStack) -> None:
+        """Allocate both; ``stack`` gives them back."""
         nbytes = 8 * CHUNKS_MAX + 4 * BLOCKS_MAX
-        self._gpu = call("cuMemAlloc", nbytes)
+        gpu = take(stack, "cuMemFree", "cuMemAlloc", nbytes)
         self._pinned = int(call("cuMemHostAlloc", nbytes, 0))
+        stack.callback(call, "cuMemFreeHost", self._pinned)
         host = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(self._pinned))
         self._words = host.view("<i4")
         self.sums = host.view("<u8")
         """Valid when ``fetch_sums`` has landed, until the next copy."""
-        self.sums_address = int(self._gpu)
+        self.sums_address = int(gpu)
         self.ids_address = 0
 
     def send_ids(self, block_ids: Int64s, stream: Any) -> None:
@@ -180,11 +180,6 @@ class _Tables:
         if count:
             call("cuMemcpyDtoHAsync", self._pinned, self.sums_address, 8 * count, stream)
 
-    def close(self) -> None:
-        """Give both back."""
-        call("cuMemFree", self._gpu)
-        call("cuMemFreeHost", self._pinned)
-
 
 def _pieces(part: Slice, slots: Int64s) -> Iterator[tuple[int, int, int]]:
     """Yield (offset from slot 0, offset in the buffer, bytes) of a slice, neighbours joined."""
@@ -199,9 +194,14 @@ def _pieces(part: Slice, slots: Int64s) -> Iterator[tuple[int, int, int]]:
         yield slot + part.start, (first - part.first_chunk) * part.chunk_stride + part.padding, nbytes
 
 
-def _new_event() -> Any:
+def _new_stream(stack: ExitStack) -> Any:
+    lowest, _ = call("cuCtxGetStreamPriorityRange")
+    return take(stack, "cuStreamDestroy", "cuStreamCreateWithPriority", STREAM_NON_BLOCKING, lowest)
+
+
+def _new_event(stack: ExitStack) -> Any:
     # Waiting for it spins, with the interpreter lock let go: a thread that sleeps is woken some 60 us late.
-    return call("cuEventCreate", EVENT_DISABLE_TIMING)
+    return take(stack, "cuEventDestroy", "cuEventCreate", EVENT_DISABLE_TIMING)
 
 
 def as_checksums(sums: npt.NDArray[np.uint64]) -> list[bytes]:
