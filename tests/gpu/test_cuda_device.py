@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.device.checksum import vector_checksum
-from kvist.device.cuda import driver
+from kvist.device.cuda import driver, pipe
 from kvist.device.cuda.device import CudaDevice, PoolFile
 from kvist.model.handles import CUDA_IPC, MemoryHandle
 from kvist.model.transfer import Direction
@@ -133,3 +133,16 @@ class TestCudaDevice(DeviceContract):
                 assert gathered.result(30) == sums
                 assert scattered.result(30) == [True, True]
             assert [reader.chunk(blocks) for blocks in back.chunks] == [writer.chunk(blocks) for blocks in out.chunks]
+
+
+class TestDirectCopies(DeviceContract):
+    """The same, where the copy engine moves every run by itself."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls, gpu: str) -> Iterator[CudaRig]:
+        rig = CudaRig(gpu)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipe, "DIRECT_NBYTES_MIN", 1)
+            yield rig
+        rig.device.close()

@@ -94,6 +94,8 @@ class Calls:
         self.lock = lock
         self.scheduler = scheduler
         self.calls: list[str] = []
+        self.launched: list[str] = []
+        """Kernels, by name."""
         """Names of all calls so far."""
         self.ignored: set[str] = set()
         """Names of calls without a result that do nothing."""

@@ -25,7 +25,7 @@ def read_arguments(kernel_parameters: int) -> _SliceArguments:
 
 
 def run(name: str, space: AddressSpace, part: _SliceArguments, num_tiles: int, num_chunks: int) -> None:
-    """Do what a launch of ``gather`` or ``scatter`` does.
+    """Do what a launch of ``gather``, ``scatter`` or ``check`` does.
 
     Raises:
         Failed: it touches what it may not.
@@ -38,9 +38,12 @@ def run(name: str, space: AddressSpace, part: _SliceArguments, num_tiles: int, n
         chunk = part.first_chunk + number
         for tile in tiles:
             offset = number * part.chunk_stride + int(tile["slot_offset"]) - part.start
-            packed = space.bytes_at(part.staging + offset, int(tile["nbytes"]), ON_DEVICE)
             block = int(ids[chunk * part.blocks_per_chunk + int(tile["position"])])
             accesses, places = _engine_accesses(space, tile, block)
+            if name == "check":
+                sums[chunk : chunk + 1] += tile_checksum(tile, accesses[places].view(np.uint8))
+                continue
+            packed = space.bytes_at(part.staging + offset, int(tile["nbytes"]), ON_DEVICE)
             check((part.staging + offset) % accesses.itemsize == 0, CUresult.CUDA_ERROR_MISALIGNED_ADDRESS)
             if name == "gather":
                 packed[:] = accesses[places].view(np.uint8)

@@ -147,6 +147,7 @@ class Work(Calls):
         name = find(functions, function)
         check((depth, threads, shared_nbytes, extra) == (1, [THREADS, 1, 1], 0, 0))
         check(0 < num_tiles < 2**31 and 0 < num_chunks < 2**16)
+        self.launched.append(name)
         part = fake_kernels.read_arguments(parameters)
         self._stream(stream).queue.append(lambda: fake_kernels.run(name, self.space, part, num_tiles, num_chunks))
 

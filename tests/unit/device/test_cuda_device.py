@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.device.checksum import vector_checksum
+from kvist.device.cuda import pipe
 from kvist.device.cuda.device import CudaDevice, PoolFile
+from kvist.device.runs import chunk_pattern
 from kvist.errors import DeviceError, LayoutError
 from kvist.model.transfer import CopyPlan, Direction
 from kvist.units import KIB, MIB
@@ -51,6 +53,41 @@ class TestCudaDevice(DeviceContract):
             rig.device.gather(case.plan(Direction.GATHER), engine.bases, range(1), always)
             assert rig.machine.daemon.left()
         assert rig.machine.daemon.left() == rig.machine.daemon.lost == []
+
+
+class TestDirectCopies(DeviceContract):
+    """The same, where the copy engine moves every run by itself."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def rig(cls) -> Iterator[FakeRig]:
+        with pytest.MonkeyPatch.context() as patch, fake_rig(seed=2) as rig:
+            patch.setattr(pipe, "DIRECT_NBYTES_MIN", 1)
+            yield rig
+
+    @settings(max_examples=30)
+    @given(st.data())
+    def test_its_checksums_are_those_of_numpy(self, rig: FakeRig, data: st.DataObject):
+        """The checksum of blocks that a kernel only reads is ``vector_checksum`` of the chunk's canonical bytes."""
+        with drawn_case(rig, data) as case:
+            case.engine.stamp(b"twin")
+            before = rig.machine.daemon.calls.count("cuMemcpyDtoHAsync")
+            sums = rig.device.gather(case.plan(Direction.GATHER), case.engine.bases, range(len(case.chunks)), always)
+            wanted = [vector_checksum(case.engine.chunk(blocks)) for blocks in case.chunks]
+            assert sums == [value.to_bytes(8, "little") for value in wanted]
+            num_runs = len(chunk_pattern(case.engine.laid.group, len(case.chunks[0])).run_nbytes)
+            assert rig.machine.daemon.calls.count("cuMemcpyDtoHAsync") == before + num_runs * len(case.chunks) + 1
+
+
+@pytest.mark.parametrize("page_nbytes", [pipe.DIRECT_NBYTES_MIN - 16, pipe.DIRECT_NBYTES_MIN])
+def test_long_runs_need_no_staging(page_nbytes: int):
+    """Runs of 256 KiB are moved without a kernel that writes; shorter ones pass through staging buffers."""
+    laid = opaque(Shape(num_layers=1, num_blocks=6, block_tokens=1, num_heads=1, row_nbytes=page_nbytes // 2))
+    with fake_rig(seed=3) as rig, opened(rig, laid) as engine:
+        engine.stamp(b"long")
+        both_ways(rig, Case(engine, [[4, 1], [0, 5]], [0, 1 * MIB]))
+        kernels = set(rig.machine.daemon.launched)
+        assert kernels == ({"check"} if page_nbytes >= pipe.DIRECT_NBYTES_MIN else {"gather", "scatter"})
 
 
 def contents(case: Case) -> list[bytes]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvist.device.cuda import driver
+from kvist.device.cuda import driver, pipe
 from kvist.device.cuda.fences import SharedFence, StreamFences
 from kvist.errors import DeviceError, LayoutError
 from kvist.model.transfer import Direction
@@ -12,6 +12,12 @@ from tests.contract.test_device import Case, opened
 from tests.support.fake_engine import FakeEngine, FakeRig, fake_rig
 from tests.support.layouts import Shape, nhd
 from tests.support.simulated import always
+
+
+@pytest.fixture(params=[pipe.DIRECT_NBYTES_MIN, 1], ids=["staged", "direct"], autouse=True)
+def shortest_run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies pass through staging buffers, or are the copy engine's own."""
+    monkeypatch.setattr(pipe, "DIRECT_NBYTES_MIN", request.param)
 
 
 def new_fence(rig: FakeRig, stream: Any) -> SharedFence:
@@ -69,6 +75,33 @@ def test_a_scatter_waits_before_it_writes():
         rig.device.close_fence(opened_fence)
 
 
+@pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
+def test_every_stream_waits(direction: Direction):
+    """More chunks than may be under way at once: whatever stream is worked off first waits for the engine too."""
+    with fake_rig(liveliness=0) as rig, opened(rig, nhd(Shape(num_blocks=8))) as memory:
+        stream = rig.engine.new_stream()
+        fence = new_fence(rig, stream)
+        opened_fence = rig.device.open_fence(fence.handle)
+        chunks = [[number] for number in range(8)]
+        case = Case(memory, chunks, [4096 * number for number in range(8)])
+        memory.stamp(b"stored")
+        sums = rig.device.gather(case.plan(Direction.GATHER), memory.bases, range(8), always)
+        stored = [case.engine.chunk(blocks) for blocks in chunks]
+        rig.engine.process.enqueue(stream, lambda: memory.stamp(b"later"))
+        record(rig, fence)
+        rig.device.wait_for(direction, opened_fence)
+        if direction is Direction.GATHER:
+            rig.device.gather(case.plan(direction), memory.bases, range(8), always)
+            found = [rig.pool[slot : slot + case.chunk_nbytes].tobytes() for slot in case.slots]
+            rig.engine.call("cuStreamSynchronize", stream)
+            assert found == [case.engine.chunk(blocks) for blocks in chunks] != stored
+        else:
+            assert rig.device.scatter(case.plan(direction), memory.bases, range(8), sums, always) == [True] * 8
+            rig.engine.call("cuStreamSynchronize", stream)
+            assert [case.engine.chunk(blocks) for blocks in chunks] == stored
+        rig.device.close_fence(opened_fence)
+
+
 def test_a_fence_whose_engine_is_gone_holds_nothing_up():
     """Waiting for the event of a process that has ended ends."""
     with fake_rig(liveliness=0) as rig, opened(rig, nhd(Shape())) as memory:
@@ -105,7 +138,7 @@ def test_copies_of_the_same_process_wait_for_a_stream():
             case.engine = _Placed(laid, bases)  # type: ignore[assignment]
             assert set(gather(rig, case)) == {value}
             fences.give_back(fence)
-        assert engine.process.calls.count("cuEventCreate") == 16 + 1
+        assert engine.process.calls.count("cuEventCreate") == 18 + 1
         engine.call("cuEventDestroy", fence)
         engine.call("cuStreamDestroy", stream)
         for base in bases:

@@ -30,9 +30,9 @@ from kvist.device.cuda.driver import (
     take,
 )
 from kvist.device.cuda.memory import OpenedMemory
-from kvist.device.cuda.pipe import Pipe, as_checksums, which_match
+from kvist.device.cuda.pipe import Pipe, PlacedTiles, as_checksums, which_match
 from kvist.device.cuda.tiles import ChunkTiles, Tiles, chunk_tiles
-from kvist.device.kernels import compile_kernels
+from kvist.device.kernels import NAMES, compile_kernels
 from kvist.errors import DeviceError, LayoutError
 from kvist.model.handles import CUDA_IPC, CUDA_VMM, MemoryHandle
 from kvist.model.layout import LayerGroup
@@ -136,8 +136,8 @@ class CudaDevice:
     def _copy(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> Any:
         assert self._gpu is not None
         self._gpu.context.use()
-        tiles, address = self._gpu.find_tiles(plan.group, int(plan.block_ids.shape[1]), tuple(bases))
-        return self._gpu.pipes[plan.direction].copy(plan, tiles, address, chunks, go_on)
+        placed = self._gpu.find_tiles(plan.group, int(plan.block_ids.shape[1]), tuple(bases))
+        return self._gpu.pipes[plan.direction].copy(plan, placed, chunks, go_on)
 
     def _open_gpu(self) -> _Gpu:
         if self._gpu is None:
@@ -166,16 +166,16 @@ class _Gpu:
             module = take(stack, "cuModuleUnload", "cuModuleLoadData", compile_kernels(self.context.arch()))
             slots_address = _map_pool(pool, stack)
             self.pipes: dict[Direction, Pipe] = {}
+            kernels = {name: call("cuModuleGetFunction", module, name.encode()) for name in NAMES}
             for direction in Direction:
-                kernel = call("cuModuleGetFunction", module, direction.value.encode())
-                self.pipes[direction] = Pipe(direction, kernel, slots_address)
+                self.pipes[direction] = Pipe(direction, kernels, slots_address)
                 stack.callback(self.pipes[direction].close)
             stack.callback(self._free_tables, self._tables)
             self._held = stack.pop_all()
         logger.info("GPU opened device=%s seconds=%.2f", device_uuid, time.monotonic() - begin)
 
-    def find_tiles(self, group: LayerGroup, blocks_per_chunk: int, bases: tuple[int, ...]) -> tuple[ChunkTiles, int]:
-        """Return a group's tiles, and where they lie on the GPU; uploaded when they are first asked for."""
+    def find_tiles(self, group: LayerGroup, blocks_per_chunk: int, bases: tuple[int, ...]) -> PlacedTiles:
+        """Return a group's tiles on the GPU; uploaded when they are first asked for."""
         key = (id(group), blocks_per_chunk, bases)
         with self._tables_lock:
             if key not in self._tables:
@@ -183,7 +183,7 @@ class _Gpu:
                 table = _upload(tiles.at(np.array(bases, dtype=np.uint64)))
                 self._tables[key] = (group, tiles, table)  # Holds the group, so that its id stays its own.
             _, tiles, table = self._tables[key]
-        return tiles, int(table)
+        return PlacedTiles(tiles, int(table), bases)
 
     def forget_tiles(self, base: int) -> None:
         """Drop the tables of an engine one of whose allocations lies at ``base``. Failures are logged."""

@@ -1,13 +1,15 @@
-"""Slices through staging buffers: a kernel on one stream, the link on another, as many in flight as there are buffers.
+"""Copies on two streams, kernels on one and the link on the other, as many slices in flight as there are buffers.
 
-One pipe copies in one direction, on one thread. The laws: a copy that returns, or raises, has no byte in flight; a
-buffer is filled again only after it was drained; nothing is allocated after a pipe is made.
+Where a layout's runs are long, the copy engine moves them between blocks and slots by itself, and a kernel only reads
+the blocks for their checksums: such copies cost a decode least. Else a kernel moves blocks from or to staging buffers,
+and the link moves those. One pipe copies in one direction, on one thread. The laws: a copy that returns, or raises, has
+no byte in flight; a buffer is filled again only after it was drained; nothing is allocated after a pipe is made.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,15 +21,18 @@ from kvist.device.base import GoOn
 from kvist.device.cuda.driver import EVENT_DISABLE_TIMING, STREAM_NON_BLOCKING, call, take
 from kvist.device.cuda.tiles import TILE, ChunkTiles, Slice, cut_into_slices
 from kvist.device.kernels import THREADS
+from kvist.device.runs import chunk_pattern
 from kvist.model.layout import Int64s
 from kvist.model.transfer import BLOCKS_MAX, CHUNKS_MAX, CopyPlan, Direction
-from kvist.units import MIB
+from kvist.units import KIB, MIB
 
 NUM_BUFFERS: Final = 4
 SLICE_NBYTES_MAX: Final = 16 * MIB
 BUFFER_NBYTES: Final = SLICE_NBYTES_MAX + 4096
 """A slice, and room for the place of its first byte inside a vector."""
 _FIRST_NBYTES: Final = 4 * MIB
+DIRECT_NBYTES_MIN = 256 * KIB
+"""Shortest run that the copy engine moves by itself: shorter ones would leave the link idle between them."""
 
 
 class _SliceArguments(ctypes.Structure):
@@ -50,13 +55,23 @@ class _Buffer:
     """Event: they are where they belong."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedTiles:
+    """A group's tiles on the GPU, for an engine whose allocations lie at ``bases``."""
+
+    tiles: ChunkTiles
+    address: int
+    bases: tuple[int, ...]
+
+
 class Pipe:
     """Streams, staging and tables for one direction. Every call needs the context to be current."""
 
-    def __init__(self, direction: Direction, kernel: Any, slots_address: int) -> None:
+    def __init__(self, direction: Direction, kernels: Mapping[str, Any], slots_address: int) -> None:
         """Allocate everything that a copy needs; ``slots_address`` is where pinned slot 0 lies in this process."""
         self._direction = direction
-        self._kernel = kernel
+        self._kernel = kernels[direction.value]
+        self._check = kernels["check"]
         self._slots_address = slots_address
         with ExitStack() as stack:
             self.kernels, self._link = _new_stream(stack), _new_stream(stack)
@@ -65,6 +80,7 @@ class Pipe:
                 _Buffer(staging + number * BUFFER_NBYTES, _new_event(stack), _new_event(stack))
                 for number in range(NUM_BUFFERS)
             ]
+            self._begun = _new_event(stack)
             self._tables = _Tables(stack)
             self._held = stack.pop_all()
         self._next_buffer = 0
@@ -76,25 +92,63 @@ class Pipe:
         with self._held:
             self._settle()
 
-    def copy(
-        self, plan: CopyPlan, tiles: ChunkTiles, tiles_address: int, chunks: range, go_on: GoOn
-    ) -> npt.NDArray[np.uint64]:
+    def copy(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, go_on: GoOn) -> npt.NDArray[np.uint64]:
         """Copy chunks; return the checksum of each that was copied, which are the first of ``chunks``."""
+        # What is skipped must be verified without being written, for which it has to pass through a staging buffer.
+        num_skipped_blocks = plan.num_skipped_blocks if chunks.start == 0 else 0
+        pattern = chunk_pattern(plan.group, int(plan.block_ids.shape[1]))
+        is_direct = not num_skipped_blocks and int(pattern.run_nbytes.min()) >= DIRECT_NBYTES_MIN
         try:
-            num_done = self._issue(plan, tiles, tiles_address, chunks, go_on)
+            self._begin(plan, chunks, num_skipped_blocks)
+            issue = self._issue_runs if is_direct else self._issue_slices
+            num_done = issue(plan, placed, chunks, go_on)
             self._tables.fetch_sums(num_done, self.kernels)
         finally:
             self._settle()
         return self._tables.sums[:num_done].copy()
 
-    def _issue(self, plan: CopyPlan, tiles: ChunkTiles, tiles_address: int, chunks: range, go_on: GoOn) -> int:
+    def _begin(self, plan: CopyPlan, chunks: range, num_skipped_blocks: int) -> None:
         block_ids = plan.block_ids[chunks.start : chunks.stop]
-        slots = plan.slot_offsets[chunks.start : chunks.stop]
-        arguments = self._arguments
-        arguments.blocks_per_chunk = block_ids.shape[1]
-        arguments.num_skipped_blocks = plan.num_skipped_blocks if chunks.start == 0 else 0
+        self._arguments.blocks_per_chunk = block_ids.shape[1]
+        self._arguments.num_skipped_blocks = num_skipped_blocks
         self._tables.send_ids(block_ids, self.kernels)
-        arguments.block_ids = self._tables.ids_address
+        self._arguments.block_ids = self._tables.ids_address
+
+    def _issue_runs(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, go_on: GoOn) -> int:
+        """Let the copy engine move every run of every chunk, and a kernel read the blocks."""
+        pattern = chunk_pattern(plan.group, int(plan.block_ids.shape[1]))
+        block_ids = plan.block_ids[chunks.start : chunks.stop]
+        addresses = pattern.addresses(block_ids, np.asarray(placed.bases, dtype=np.uint64)).tolist()
+        offsets, sizes = pattern.slot_offsets.tolist(), pattern.run_nbytes.tolist()
+        slots = (plan.slot_offsets[chunks.start : chunks.stop] + self._slots_address).tolist()
+        self._arguments.tiles = placed.address
+        # Whatever the kernels' stream waits for, such as the engine's own work, the link must wait for too.
+        call("cuEventRecord", self._begun, self.kernels)
+        call("cuStreamWaitEvent", self._link, self._begun, 0)
+        for number, runs in enumerate(addresses):
+            if not go_on():
+                return number
+            buffer = self._take_buffer()  # Only its events are used: so many chunks may be under way.
+            places = zip(offsets, runs, sizes, strict=True)
+            pieces = [(slots[number] + offset, run, nbytes) for offset, run, nbytes in places]
+            if self._direction is Direction.GATHER:
+                self._launch_check(placed, number)
+                for slot, run, nbytes in pieces:
+                    call("cuMemcpyDtoHAsync", slot, run, nbytes, self._link)
+                call("cuEventRecord", buffer.drained, self._link)
+            else:
+                for slot, run, nbytes in pieces:
+                    call("cuMemcpyHtoDAsync", run, slot, nbytes, self._link)
+                call("cuEventRecord", buffer.filled, self._link)
+                call("cuStreamWaitEvent", self.kernels, buffer.filled, 0)
+                self._launch_check(placed, number)
+                call("cuEventRecord", buffer.drained, self.kernels)
+        return len(addresses)
+
+    def _issue_slices(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, go_on: GoOn) -> int:
+        """Let a kernel move blocks from or to staging buffers, and the link move those."""
+        slots = plan.slot_offsets[chunks.start : chunks.stop]
+        arguments, tiles = self._arguments, placed.tiles
         copy_slice = self._gather_slice if self._direction is Direction.GATHER else self._scatter_slice
         num_done = 0
         slices = cut_into_slices(tiles, len(chunks), first_nbytes=_FIRST_NBYTES, nbytes_max=SLICE_NBYTES_MAX)
@@ -102,7 +156,7 @@ class Pipe:
             if not part.first_tile and not go_on():
                 break
             buffer = self._take_buffer()
-            arguments.tiles = tiles_address + part.first_tile * TILE.itemsize
+            arguments.tiles = placed.address + part.first_tile * TILE.itemsize
             arguments.staging = buffer.address
             arguments.start = part.start - part.padding
             arguments.chunk_stride = part.chunk_stride
@@ -119,7 +173,7 @@ class Pipe:
         return buffer
 
     def _gather_slice(self, part: Slice, buffer: _Buffer, slots: Int64s) -> None:
-        self._launch(part)
+        self._launch(self._kernel, part.num_tiles, part.num_chunks)
         call("cuEventRecord", buffer.filled, self.kernels)
         call("cuStreamWaitEvent", self._link, buffer.filled, 0)
         for slot, staging, nbytes in _pieces(part, slots):
@@ -131,12 +185,16 @@ class Pipe:
             call("cuMemcpyHtoDAsync", buffer.address + staging, self._slots_address + slot, nbytes, self._link)
         call("cuEventRecord", buffer.filled, self._link)
         call("cuStreamWaitEvent", self.kernels, buffer.filled, 0)
-        self._launch(part)
+        self._launch(self._kernel, part.num_tiles, part.num_chunks)
         call("cuEventRecord", buffer.drained, self.kernels)
 
-    def _launch(self, part: Slice) -> None:
+    def _launch_check(self, placed: PlacedTiles, chunk: int) -> None:
+        self._arguments.first_chunk = chunk
+        self._launch(self._check, len(placed.tiles.ends), 1)
+
+    def _launch(self, kernel: Any, num_tiles: int, num_chunks: int) -> None:
         call(
-            "cuLaunchKernel", self._kernel, part.num_tiles, part.num_chunks, 1, THREADS, 1, 1, 0, self.kernels,
+            "cuLaunchKernel", kernel, num_tiles, num_chunks, 1, THREADS, 1, 1, 0, self.kernels,
             ctypes.addressof(self._argument_pointers), 0,
         )  # fmt: skip
 

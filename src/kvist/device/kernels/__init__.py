@@ -16,7 +16,7 @@ from kvist.errors import DeviceError
 logger = logging.getLogger(__name__)
 
 SOURCE: Final = files(__name__).joinpath("paged_copy.cu").read_text()
-NAMES: Final = ("gather", "scatter")
+NAMES: Final = ("gather", "scatter", "check")
 THREADS: Final = 256
 """Threads of a thread block, as the source says."""
 

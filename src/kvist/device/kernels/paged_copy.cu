@@ -62,7 +62,7 @@ __device__ __forceinline__ u64 checksum_of(u8 v, u64 offset) {
     return ((u64)v << (8 * (offset & 3))) * MULTIPLIERS[(offset >> 2) & 3] * weight(offset >> 4);
 }
 
-enum { GATHER, SCATTER };
+enum { GATHER, SCATTER, CHECK };
 
 template <int MODE, typename Access>
 __device__ __forceinline__ u64 move(const Tile& tile, u8* engine, u8* packed, bool writes) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ u64 move(const Tile& tile, u8* engine, u8* packed, bo
             const u32 i = first + k * blockDim.x;
             if (i >= count) continue;
             if (MODE == GATHER) ((Access*)packed)[i] = value[k];
-            else if (writes) __stcs(place[k], value[k]);
+            if (MODE == SCATTER && writes) __stcs(place[k], value[k]);
             sum += checksum_of(value[k], tile.slot_offset + (u64)i * size);
         }
     }
@@ -122,3 +122,6 @@ __device__ __forceinline__ void copy(const Slice& slice) {
 
 extern "C" __global__ void __launch_bounds__(256) gather(const Slice slice) { copy<GATHER>(slice); }
 extern "C" __global__ void __launch_bounds__(256) scatter(const Slice slice) { copy<SCATTER>(slice); }
+
+// Only the checksums: of blocks that the copy engine moves by itself.
+extern "C" __global__ void __launch_bounds__(256) check(const Slice slice) { copy<CHECK>(slice); }
