@@ -13,7 +13,8 @@ import numpy as np
 
 from common import DEADLINE_S
 from kvist.client.client import Client
-from kvist.client.lane import EngineLane, LaneMemory
+from kvist.client.lane import EngineLane
+from kvist.client.pool import LaneMemory
 from kvist.device.cuda import driver
 from kvist.device.cuda.device import CudaDevice, PoolFile
 from kvist.device.cuda.export import device_of, export_memory

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from kvist.client.client import Client
-from kvist.client.lane import EngineLane, LaneMemory
+from kvist.client.lane import EngineLane
+from kvist.client.pool import LaneMemory
 from kvist.device.cuda import driver
 from kvist.device.cuda.device import CudaDevice, PoolFile
 from kvist.device.cuda.export import export_memory

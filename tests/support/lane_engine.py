@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from kvist.client.client import Client, Pending
-from kvist.client.lane import EngineLane, LaneMemory
+from kvist.client.lane import EngineLane
+from kvist.client.pool import LaneMemory
 from kvist.model.handles import ENGINE
 from kvist.model.transfer import Direction
 from kvist.wire import messages as wire

@@ -15,7 +15,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,9 +24,8 @@ from typing import Final, Protocol
 import numpy as np
 
 from kvist.client.client import Build, Client, Pending
-from kvist.client.pool import MakeDevice, OpenPool
+from kvist.client.pool import LaneMemory, MakeDevice, OpenPool
 from kvist.errors import KvistError, LayoutError, Unreachable
-from kvist.model.layout import LayerGroup
 from kvist.model.transfer import Direction
 from kvist.transfer.executor import Job
 from kvist.transfer.governor import Governor
@@ -54,16 +53,6 @@ class Fences(Protocol):
     def give_back(self, fence: object) -> None:
         """Use a mark again for something else. May be called from any thread."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class LaneMemory:
-    """What this process copies from and to."""
-
-    group: LayerGroup
-    bases: Sequence[int]
-    """Address of each allocation that the group's planes name."""
-    blocks_per_chunk: int
 
 
 @dataclass(slots=True, eq=False)
@@ -360,7 +349,9 @@ class EngineLane:
                 self._outcome = f"{registered.code}: {registered.detail}"
             elif registered is not None:
                 fds, nbytes = self._client.take_fds(), registered.pool_nbytes
-                self._opening = self._opener.submit(OpenPool, fds, nbytes, self._make_device, self._governor)
+                self._opening = self._opener.submit(
+                    OpenPool, fds, nbytes, self._make_device, self._memory, self._governor
+                )
                 self._opening.add_done_callback(lambda _: self._wake())
             self._changed.set()
         if self._opening is not None and self._opening.done():

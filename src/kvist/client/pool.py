@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvist.device.base import Device
 from kvist.errors import LayoutError
+from kvist.model.layout import LayerGroup
 from kvist.model.transfer import Direction
 from kvist.transfer.executor import Executor, Job
 from kvist.transfer.governor import Governor
@@ -32,6 +34,16 @@ class LaneDevice(Device, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class LaneMemory:
+    """What this process copies from and to."""
+
+    group: LayerGroup
+    bases: Sequence[int]
+    """Address of each allocation that the group's planes name."""
+    blocks_per_chunk: int
+
+
 MakeDevice = Callable[[int, int], LaneDevice]
 """Gets a pool's descriptor, which stays the caller's and outlives the device, and its bytes."""
 
@@ -40,14 +52,16 @@ class OpenPool:
     """A pool that copies can be made to and from."""
 
     def __init__(
-        self, fds: Sequence[int], nbytes: int, make_device: MakeDevice, governor: Governor | None = None
-    ) -> None:
+        self, fds: Sequence[int], nbytes: int, make_device: MakeDevice, memory: LaneMemory | None = None,
+        governor: Governor | None = None,
+    ) -> None:  # fmt: skip
         """Open the pool that ``fds`` consists of; they are this object's from now on, whatever comes of it.
 
-        A ``governor`` spaces stores. Loads are not spaced: somebody waits for them, and they would cost decode as much.
+        Copies of ``memory`` are prepared for. A ``governor`` spaces stores. Loads are not spaced: somebody waits for
+        them, and they would cost decode as much.
 
         Raises:
-            LayoutError: the daemon has sent no pool.
+            LayoutError: the daemon has sent no pool, or the device cannot copy such memory.
             DeviceError: the device cannot be used.
         """
         self.nbytes = nbytes
@@ -59,6 +73,8 @@ class OpenPool:
             device = make_device(fds[0], nbytes)
             resources.callback(device.close)
             device.hold()
+            if memory is not None:
+                device.prepare(memory.group, memory.blocks_per_chunk, memory.bases)
             self._executors: dict[Direction, Executor] = {}
             for direction in Direction:
                 spaced = governor if direction is Direction.GATHER else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvist.model.handles import MemoryHandle
+from kvist.model.layout import LayerGroup
 from kvist.model.transfer import CopyPlan, Direction
 
 GoOn = Callable[[], bool]
@@ -31,6 +32,14 @@ class Device(Protocol):
 
     def close_memory(self, address: int, nbytes: int) -> None:
         """Unmap what ``open_memory`` returned. The caller guarantees that no copy on it is running or will."""
+        ...
+
+    def prepare(self, group: LayerGroup, blocks_per_chunk: int, bases: Sequence[int]) -> None:
+        """Work out and allocate what copies of a registered layout need, so that the first is like all others.
+
+        Raises:
+            LayoutError: the device cannot copy such a layout, or has no room for what that needs.
+        """
         ...
 
     def open_fence(self, payload: bytes) -> object:

@@ -75,6 +75,10 @@ class HostDevice:
     def close_memory(self, address: int, nbytes: int) -> None:
         libc.unmap(address, nbytes)
 
+    def prepare(self, group: LayerGroup, blocks_per_chunk: int, bases: Sequence[int]) -> None:
+        chunk_pattern(group, blocks_per_chunk)
+        cut_into_pieces(group, blocks_per_chunk)
+
     def open_fence(self, payload: bytes) -> object:
         raise LayoutError(f"host memory has no events, and one of {len(payload)} bytes was registered")
 

@@ -176,6 +176,7 @@ class Registrar:
                 for handle in opening.handles:
                     fds_of_handle = list(itertools.islice(left, handle.num_fds))
                     bases.append(lane.device.open_memory(handle, fds_of_handle))
+                lane.device.prepare(opening.layout.groups[0], opening.blocks_per_chunk, bases)
                 fence = lane.device.open_fence(request.fence) if request.fence else None
             except LayoutError as error:
                 refusal = LayoutRefused(str(error))

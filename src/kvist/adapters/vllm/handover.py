@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from kvist.client.client import Client
-from kvist.client.lane import EngineLane, LaneMemory
+from kvist.client.lane import EngineLane
+from kvist.client.pool import LaneMemory
 from kvist.device.cuda.device import CudaDevice, PoolFile
 from kvist.device.cuda.export import device_of, export_memory
 from kvist.device.cuda.fences import SharedFence, StreamFences

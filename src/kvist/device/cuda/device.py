@@ -93,6 +93,14 @@ class CudaDevice:
     ) -> list[bool]:
         return which_match(self._copy(plan, bases, chunks, go_on), checksums)
 
+    def prepare(self, group: LayerGroup, blocks_per_chunk: int, bases: Sequence[int]) -> None:
+        assert self._gpu is not None, len(bases)
+        try:
+            self._gpu.context.use()
+            self._gpu.find_tiles(group, blocks_per_chunk, tuple(bases))
+        except DeviceError as error:
+            raise LayoutError(f"the GPU cannot be prepared for {len(group.planes)} layers: {error}") from error
+
     def open_fence(self, payload: bytes) -> object:
         if len(payload) != IPC_HANDLE_NBYTES:
             raise LayoutError(f"an event handle of {len(payload)} bytes; CUDA's has {IPC_HANDLE_NBYTES}")
