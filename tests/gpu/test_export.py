@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvist.device.cuda.device import CudaDevice, PoolFile
+from kvist.device.dlpack import CUDA, MemoryTensor
 from kvist.errors import LayoutError
 from kvist.model.handles import CUDA_IPC, CUDA_VMM, MemoryHandle
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
@@ -212,3 +213,37 @@ def test_opening_again_and_again_uses_nothing_up(daemon: Daemon, worker: GpuWork
         daemon.device.close_memory(base, handles[0].nbytes)
     assert observer.ask("free_nbytes") == free
     assert num_fds(os.getpid()) == num
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float16", "uint8"])
+def test_opened_memory_is_a_tensor(daemon: Daemon, worker: GpuWorker, dtype: str):
+    """What another process allocated is a tensor of torch and of CuPy here: type, shape, strides, offset; no copy."""
+    torch = pytest.importorskip("torch")
+    address = worker.ask("allocate", nbytes=4 * MIB)
+    worker.ask("stamp", address=address, nbytes=4 * MIB, name="tensor")
+    (handle,), _, _ = worker.export([(address, 4 * MIB)])
+    base = daemon.device.open_memory(handle, [])
+    shape, strides, offset = (3, 5, 8), (640, 64, 2), 24
+    view = MemoryTensor(base, dtype, shape, strides, offset, 4 * MIB, CUDA, 0, daemon)
+    tensor = torch.from_dlpack(view)
+    assert (str(tensor.dtype), tuple(tensor.shape), tensor.stride()) == (f"torch.{dtype}", shape, strides)
+    size = tensor.element_size()
+    assert tensor.data_ptr() == base + offset * size
+    data = torch.frombuffer(bytearray(stamp(b"tensor", 4 * MIB)), dtype=tensor.dtype)
+    expected = data.as_strided(shape, strides, offset).contiguous().view(torch.uint8)
+    assert torch.equal(tensor.contiguous().view(torch.uint8).cpu(), expected)
+    if dtype in ("float16", "uint8"):
+        cupy = pytest.importorskip("cupy")
+        array = cupy.from_dlpack(view)
+        assert (array.data.ptr, array.shape, array.strides) == (
+            base + offset * size,
+            shape,
+            tuple(stride * size for stride in strides),
+        )
+        array[0, 0, 0] = 7
+        cupy.cuda.get_current_stream().synchronize()
+        seven = data.new_tensor([7]).view(torch.uint8).numpy().tobytes()
+        assert b64decode(worker.ask("read", address=address + offset * size, nbytes=size)) == seven
+        del array
+    del tensor
+    daemon.device.close_memory(base, handle.nbytes)
