@@ -26,6 +26,10 @@ ENTRY_POINTS: Final = "kvist.devices"
 """Group of entry points whose names are device types and whose values are of type ``MakeDevice``."""
 
 
+LANES_MAX: Final = 64
+"""More devices than a host has: a name that a peer makes up must not cost threads without end."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceContext:
     """What a device is made from."""
@@ -70,12 +74,16 @@ class Lanes:
         """Return the lane of a ``MemoryHandle.lane``.
 
         Raises:
-            LayoutRefused: nobody serves that type of device; names the known ones.
+            LayoutRefused: nobody serves that type of device, and the known ones are named; or there are too many.
         """
         if name not in self._lanes:
             device_type, _, device_uuid = name.partition(":")
             if device_type not in self._makers:
                 raise LayoutRefused(f"memory on {device_type!r} is not served; known types: {sorted(self._makers)}")
+            if len(self._lanes) >= LANES_MAX:
+                raise LayoutRefused(
+                    f"memory on {name!r}, after that of {len(self._lanes)} devices; at most {LANES_MAX}"
+                )
             device = self._makers[device_type](device_uuid, self._context)
             loads = Executor(device, queue_max=self._queue_max)
             stores = loads if device_type == "host" else Executor(device, queue_max=self._queue_max)
