@@ -57,6 +57,10 @@ class Governor:
         elif usual is not None and usual.num >= _KNOWN_AFTER:
             self._adapt(seconds - usual.seconds, nbytes)
 
+    def pass_over(self) -> None:
+        """Note a step that did more than decode: what was copied beside it says nothing about decoding."""
+        self._bytes_of_step = 0
+
     def turn(self, now: float, nbytes: int) -> float:
         """Return how many seconds to wait before copying ``nbytes``, and count them as copied."""
         self._bytes_of_step += nbytes

@@ -98,6 +98,18 @@ def test_nothing_is_held_against_steps_that_are_not_known():
     assert math.isinf(engine.governor.rate)
 
 
+def test_other_steps_say_nothing():
+    """Bytes that were copied beside a prefill are not held against, or for, the decode step that follows."""
+    engine = Engine(Governor(0.03), cost_per_byte=0.0)
+    settle(engine)
+    engine.governor.turn(engine.now, 1000 * CHUNK)
+    engine.governor.pass_over()
+    engine._cost = 2.0 / LINK
+    for _ in range(20):
+        engine.step(is_copying=True)
+    assert engine.governor.rate < 2e9
+
+
 def test_every_copy_ends():
     """However much copies cost, they get ``RATE_MIN``."""
     engine = Engine(Governor(0.001), cost_per_byte=100.0 / LINK)

@@ -158,6 +158,8 @@ class WorkerSide:
         began_at, kind = self._last_step
         if kind and num_decoding:
             self.governor.step(now, now - began_at, kind)
+        else:
+            self.governor.pass_over()
         self._last_step = (now, num_decoding)
 
     def _take_undone(self) -> Results:
