@@ -19,8 +19,10 @@ from kvist.device.cuda import driver
 from kvist.device.cuda.device import CudaDevice, PoolFile
 from kvist.device.cuda.export import device_of, export_memory
 from kvist.device.cuda.fences import StreamFences
+from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
 from kvist.wire import messages as wire
+from kvist.wire.describing import describe_group, describe_memory
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,17 @@ class GpuLayout:
     def token_nbytes(self) -> int:
         return self.num_layers * self.page_nbytes // self.block_tokens
 
-    def planes(self, num_blocks: int) -> list[wire.PlaneSpec]:
+    def group(self, num_blocks: int) -> LayerGroup:
         kv_stride = self.kv_stride or num_blocks * self.block_stride
-        return [
-            wire.PlaneSpec(
+        planes = tuple(
+            LayerPlane(
                 layer, 0, num_blocks, self.block_stride, self.row_nbytes, self.num_kv,
                 kv_stride if self.num_kv > 1 else 0, self.block_tokens, self.token_stride, self.num_heads,
                 self.head_stride,
             )
             for layer in range(self.num_layers)
-        ]  # fmt: skip
+        )  # fmt: skip
+        return LayerGroup(GroupKind.FULL, self.block_tokens, planes, 0)
 
 
 LLAMA_8B = [
@@ -116,34 +119,21 @@ class GpuEngine:
             driver.call("cuMemFree", address)
 
     def _register(self, number: int) -> tuple[wire.Register, Sequence[int]]:
-        layout = self.layout
-        group = wire.GroupSpec("full", layout.block_tokens, layout.planes(self.num_blocks), 0)
-        memory = [
-            wire.MemorySpec(h.kind, h.nbytes, h.device, h.payload, list(h.part_nbytes))
-            for h in (one.handle for one in self._exported)
-        ]
+        memory = describe_memory([one.handle for one in self._exported])
+        groups = [describe_group(self.layout.group(self.num_blocks))]
         fds = list(itertools.chain.from_iterable(one.fds for one in self._exported))
-        return wire.Register(number, 0, 1, self.chunk_tokens, memory, [group]), fds
+        return wire.Register(number, 0, 1, self.chunk_tokens, memory, groups), fds
 
 
 def start_lane(socket: str, engine: GpuEngine) -> EngineLane:
     """Copy an engine's memory with threads of this process."""
-    specs = engine.layout.planes(engine.num_blocks)
-    nbytes = engine.layout.page_nbytes * engine.num_blocks
-    planes = tuple(
-        LayerPlane(
-            p.memory, p.offset, p.num_blocks, p.block_stride, p.row_nbytes, p.num_kv, p.kv_stride, p.num_tokens,
-            p.token_stride, p.num_heads, p.head_stride,
-        )
-        for p in specs
-    )  # fmt: skip
-    group = LayerGroup(GroupKind.FULL, engine.layout.block_tokens, planes, 0)
+    group = engine.layout.group(engine.num_blocks)
     device = device_of(engine.memory[0])
-    memory = [wire.MemorySpec("engine", nbytes, device) for _ in engine.memory]
+    nbytes = engine.layout.page_nbytes * engine.num_blocks
+    memory = describe_memory([MemoryHandle(ENGINE, nbytes, device) for _ in engine.memory])
 
     def registrar(number: int) -> tuple[wire.Register, tuple[int, ...]]:
-        spec = wire.GroupSpec("full", engine.layout.block_tokens, specs, 0)
-        return wire.Register(number, 0, 1, engine.chunk_tokens, memory, [spec]), ()
+        return wire.Register(number, 0, 1, engine.chunk_tokens, memory, [describe_group(group)]), ()
 
     lane = EngineLane(
         Client(socket, engine_id=engine.layout.name, name="lane", deadline_s=DEADLINE_S, registrar=registrar),

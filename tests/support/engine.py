@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvist.client.client import Client, Pending
+from kvist.model.handles import HOST, MemoryHandle
 from kvist.model.keys import Namespace, as_tokens, chain_digests, root_digest, split_digests
 from kvist.wire import messages as wire
+from kvist.wire.describing import describe_group, describe_memory
 from tests.support.layouts import ChunkMap, Laid, Shape, nhd
 from tests.support.memory import GUARD, SharedMemory, stamp
 
@@ -19,19 +21,8 @@ SMALL = nhd(Shape(num_layers=2, num_blocks=64, block_tokens=4, num_heads=2, row_
 
 def describe(laid: Laid, request_id: int, *, chunk_tokens: int, shard: int = 0, num_shards: int = 1) -> wire.Register:
     """Return a layout as it travels."""
-    group = laid.group
-    planes = [
-        wire.PlaneSpec(
-            p.memory, p.offset, p.num_blocks, p.block_stride, p.row_nbytes, p.num_kv, p.kv_stride, p.num_tokens,
-            p.token_stride, p.num_heads, p.head_stride,
-        )
-        for p in group.planes
-    ]  # fmt: skip
-    return wire.Register(
-        request_id, shard, num_shards, chunk_tokens,
-        [wire.MemorySpec("host", nbytes) for nbytes in laid.memory_nbytes],
-        [wire.GroupSpec(group.kind.value, group.block_tokens, planes, group.null_block)],
-    )  # fmt: skip
+    memory = describe_memory([MemoryHandle(HOST, nbytes) for nbytes in laid.memory_nbytes])
+    return wire.Register(request_id, shard, num_shards, chunk_tokens, memory, [describe_group(laid.group)])
 
 
 def packed(chunks: Sequence[Sequence[int]]) -> bytes:

@@ -28,6 +28,7 @@ from kvist.errors import KvistError
 from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
 from kvist.wire import messages as wire
+from kvist.wire.describing import describe_group, describe_memory
 from tests.support.memory import stamp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,18 +158,16 @@ class _Commands:
             LayerPlane(0, layer * num_blocks * page_nbytes, num_blocks, page_nbytes, page_nbytes) for layer in range(2)
         ]
         group = LayerGroup(GroupKind.FULL, 16, tuple(planes), 0)
-        specs = [wire.PlaneSpec(0, p.offset, num_blocks, page_nbytes, page_nbytes) for p in planes]
         exported, _ = export_memory([(address, nbytes)])
         handle = exported[0].handle
         self._fence = SharedFence(lambda: int(self._stream))
         if lane == "engine":
             handle = MemoryHandle(ENGINE, nbytes, handle.device)
-        memory = [wire.MemorySpec(handle.kind, nbytes, handle.device, handle.payload)]
+        memory = describe_memory([handle])
         fence = self._fence.handle if lane == "daemon" else b""
 
         def registrar(number: int) -> tuple[wire.Register, tuple[int, ...]]:
-            spec = wire.GroupSpec("full", 16, specs, 0)
-            return wire.Register(number, 0, 1, 32, memory, [spec], fence), ()
+            return wire.Register(number, 0, 1, 32, memory, [describe_group(group)], fence), ()
 
         client = Client(socket, engine_id=lane, name=f"gpu worker {os.getpid()}", deadline_s=60, registrar=registrar)
         if lane == "engine":

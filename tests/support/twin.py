@@ -6,10 +6,11 @@ import mmap
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from xxhash import xxh3_64_digest
 
 from kvist.device.base import GoOn
 from kvist.device.checksum import vector_checksum
-from kvist.device.host import HostDevice
+from kvist.device.host import HostDevice, cut_into_pieces
 from kvist.model.transfer import CopyPlan, Direction
 
 
@@ -65,8 +66,6 @@ class TwinDevice(HostDevice):
 
     def _copy_into_blocks(self, plan: CopyPlan, bases: Sequence[int], chunk: int) -> None:
         # The host's own checksums of a slot are had by gathering nothing: the slot is what it is.
-        from kvist.device.host import cut_into_pieces, xxh3_64_digest  # noqa: PLC0415
-
         slot = int(plan.slot_offsets[chunk])
         pieces = cut_into_pieces(plan.group, plan.block_ids.shape[1])
         digest = b"".join(

@@ -26,7 +26,7 @@ import numpy as np
 from kvist.client.client import Build, Client, Pending
 from kvist.client.pool import LaneMemory, MakeDevice, OpenPool
 from kvist.errors import KvistError, LayoutError, Unreachable
-from kvist.model.transfer import Direction
+from kvist.model.transfer import CHECKSUM_NBYTES, Direction, split_checksums
 from kvist.transfer.executor import Job
 from kvist.transfer.governor import Governor
 from kvist.transfer.plan import parse_block_ids, plan_copy
@@ -34,7 +34,6 @@ from kvist.wire import messages as wire
 
 logger = logging.getLogger(__name__)
 
-_CHECKSUM_NBYTES: Final = 8
 _SUBMITTED_MAX: Final = 1024
 """Requests that the lane's thread has not taken yet."""
 _UNSENT_MS: Final = 100
@@ -273,7 +272,7 @@ class EngineLane:
         if positions.size and not 0 <= positions.min() <= positions.max() < num_chunks:
             raise LayoutError(f"chunks [{positions.min()}, {positions.max()}] of a request for {num_chunks}")
         is_load = isinstance(request, wire.Retrieve)
-        checksums_nbytes = _CHECKSUM_NBYTES * slots.size if is_load else 0
+        checksums_nbytes = CHECKSUM_NBYTES * slots.size if is_load else 0
         if positions.size != slots.size or len(order.checksums) != checksums_nbytes:
             raise LayoutError(
                 f"{slots.size} slots for {positions.size} chunks, with {len(order.checksums)} bytes of checksums"
@@ -285,11 +284,10 @@ class EngineLane:
         deadline = None
         if isinstance(request, wire.Retrieve) and request.deadline_ms:
             deadline = task.outer.sent_at + request.deadline_ms / 1e3
-        starts = range(0, len(order.checksums), _CHECKSUM_NBYTES)
         return Job(
             plan, memory.bases, on_done=lambda job: self._copied_by_device(task, job), deadline=deadline,
             positions=positions.tolist(), fence=task.fence,
-            checksums=[order.checksums[start : start + _CHECKSUM_NBYTES] for start in starts],
+            checksums=split_checksums(order.checksums),
         )  # fmt: skip
 
     def _copied_by_device(self, task: _Task, job: Job) -> None:

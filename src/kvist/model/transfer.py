@@ -11,6 +11,13 @@ CHUNKS_MAX = 1 << 16
 """Most chunks of one copy."""
 BLOCKS_MAX = 1 << 20
 """Most blocks of one copy."""
+CHECKSUM_NBYTES = 8
+"""Of one chunk, where checksums travel packed."""
+
+
+def split_checksums(packed: bytes) -> list[bytes]:
+    """Return packed checksums one by one."""
+    return [packed[start : start + CHECKSUM_NBYTES] for start in range(0, len(packed), CHECKSUM_NBYTES)]
 
 
 class Direction(enum.Enum):

@@ -14,11 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from kvist.errors import Malformed, Overloaded
-from kvist.model.transfer import Direction
+from kvist.model.transfer import CHECKSUM_NBYTES, Direction, split_checksums
 from kvist.transfer.executor import Job
 from kvist.wire import messages as wire
-
-CHECKSUM_NBYTES = 8
 
 
 class SupportsWatch(Protocol):
@@ -92,8 +90,7 @@ class EngineLane:
         if len(done.checksums) != (done.num_done * CHECKSUM_NBYTES if is_gather else 0):
             raise Malformed(f"{len(done.checksums)} bytes of checksums of {done.num_done} chunks")
         if is_gather:
-            starts = range(0, len(done.checksums), CHECKSUM_NBYTES)
-            job.checksums = [done.checksums[start : start + CHECKSUM_NBYTES] for start in starts]
+            job.checksums = split_checksums(done.checksums)
         job.num_done, job.failed, job.request_id = done.num_done, sorted(set(done.failed)), done.id
         del self._orders[done.order]
         job.on_done(job)

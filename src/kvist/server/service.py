@@ -24,8 +24,7 @@ from kvist.index.eviction import EvictionPolicy
 from kvist.index.leases import Lease, LeaseId, LeaseTable, SessionId
 from kvist.model.coverage import servable_chunks
 from kvist.model.keys import chunk_keys
-from kvist.model.transfer import Direction
-from kvist.server.engine_lane import CHECKSUM_NBYTES
+from kvist.model.transfer import CHECKSUM_NBYTES, Direction
 from kvist.server.parsing import check_lookup, parse_blocks, parse_digests
 from kvist.server.registering import Registrar
 from kvist.server.reserving import Place, Reserver
@@ -216,8 +215,9 @@ class CacheService:
             raise InvalidBlocks(
                 f"chunks [{request.first_chunk}, {request.first_chunk + num_chunks}) of a lease on {len(row)} chunks"
             )
-        if any(chunk.nbytes != registration.chunk_nbytes for chunk in chunks):
-            raise LayoutRefused(f"the lease holds chunks of another size than {registration.chunk_nbytes} bytes")
+        chunk_nbytes = registration.chunk_nbytes
+        if any(chunk.nbytes != chunk_nbytes for chunk in chunks):
+            raise LayoutRefused(f"the lease holds chunks of another size than {chunk_nbytes} bytes")
         if registration.orders is not None and any(len(chunk.checksum) != CHECKSUM_NBYTES for chunk in chunks):
             raise LayoutRefused(
                 f"the lease holds chunks with checksums of more than the {CHECKSUM_NBYTES} bytes of an order"

@@ -178,11 +178,11 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _is_copied_by_daemon(self) -> bool:
-        return str(self._config.device_config.device_type) != "cuda" or self._options.lane == "daemon"
+        return layout.device_type(self._config) != "cuda" or self._options.lane == "daemon"
 
     def _hand_over(self, group: LayerGroup, storages: list[Any]) -> HandedOver:
         """Make a worker's memory reachable for whoever copies."""
-        if str(self._config.device_config.device_type) != "cuda":
+        if layout.device_type(self._config) != "cuda":
             handles = tuple(MemoryHandle(HOST, storage.nbytes()) for storage in storages)
             return HandedOver(group, handles, fds=tuple(share_storages(storages)))
         return share_memory(group, storages) if self._is_copied_by_daemon else keep_memory(group, storages)
@@ -321,7 +321,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Ask for blocks in one piece on a GPU: they are copied without a kernel. vLLM keeps its own where it must."""
-        is_gpu = str(vllm_config.device_config.device_type) == "cuda"
+        is_gpu = layout.device_type(vllm_config) == "cuda"
         return "BLNHC" if is_gpu and layout.knows_block_outermost() else None
 
     @classmethod

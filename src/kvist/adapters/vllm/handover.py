@@ -21,6 +21,7 @@ from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.layout import LayerGroup
 from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
+from kvist.wire.describing import describe_group, describe_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +48,9 @@ class HandedOver:
 
     def registration(self, request_id: int, *, shard: int, num_shards: int, chunk_tokens: int) -> wire.Register:
         """Describe the memory to the daemon; ``fds`` travel beside it."""
-        planes = [
-            wire.PlaneSpec(
-                plane.memory, plane.offset, plane.num_blocks, plane.block_stride, plane.row_nbytes, plane.num_kv,
-                plane.kv_stride, plane.num_tokens, plane.token_stride, plane.num_heads, plane.head_stride,
-            )
-            for plane in self.group.planes
-        ]  # fmt: skip
-        group = wire.GroupSpec(self.group.kind.value, self.group.block_tokens, planes, self.group.null_block)
-        memory = [
-            wire.MemorySpec(handle.kind, handle.nbytes, handle.device, handle.payload, list(handle.part_nbytes))
-            for handle in self.handles
-        ]
         fence = self.fence.handle if self.fence is not None else b""
-        return wire.Register(request_id, shard, num_shards, chunk_tokens, memory, [group], fence)
+        memory, groups = describe_memory(self.handles), [describe_group(self.group)]
+        return wire.Register(request_id, shard, num_shards, chunk_tokens, memory, groups, fence)
 
 
 def keep_memory(group: LayerGroup, storages: Sequence[Any]) -> HandedOver:

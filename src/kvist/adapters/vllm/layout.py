@@ -31,13 +31,18 @@ _FULL_SPECS: Final = {"FullAttentionSpec", "MLAAttentionSpec"}
 _ISA_FLAGS: Final = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd", "bf16", "sve")
 
 
+def device_type(vllm_config: Any) -> str:
+    """Return the type of device that the engine runs on, such as ``cuda``."""
+    return str(vllm_config.device_config.device_type)
+
+
 def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse what is not served yet.
 
     Raises:
         LayoutError: names the feature or the group, and the option to change where there is one.
     """
-    device = str(vllm_config.device_config.device_type)
+    device = device_type(vllm_config)
     if device not in _DEVICES:
         raise LayoutError(f"KV memory on {device!r} is not served; served are {list(_DEVICES)}")
     groups = kv_cache_config.kv_cache_groups
@@ -227,7 +232,7 @@ def _text_config(model: Any) -> Any:
 
 def _packing(vllm_config: Any) -> str:
     """Name what decides how attention kernels pack the inside of a block."""
-    device = str(vllm_config.device_config.device_type)
+    device = device_type(vllm_config)
     if device == "cpu":
         return _cpu_packing()
     backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)

@@ -23,7 +23,7 @@ from kvist.device.cuda.tiles import TILE, ChunkTiles, Slice, cut_into_slices
 from kvist.device.kernels import THREADS
 from kvist.device.runs import chunk_pattern
 from kvist.model.layout import Int64s
-from kvist.model.transfer import BLOCKS_MAX, CHUNKS_MAX, CopyPlan, Direction
+from kvist.model.transfer import BLOCKS_MAX, CHUNKS_MAX, CopyPlan, Direction, split_checksums
 from kvist.units import KIB, MIB
 
 NUM_BUFFERS: Final = 4
@@ -264,8 +264,7 @@ def _new_event(stack: ExitStack) -> Any:
 
 def as_checksums(sums: npt.NDArray[np.uint64]) -> list[bytes]:
     """Return checksums as the index keeps them: 8 bytes each, little-endian."""
-    packed = sums.astype("<u8").tobytes()
-    return [packed[start : start + 8] for start in range(0, len(packed), 8)]
+    return split_checksums(sums.astype("<u8").tobytes())
 
 
 def which_match(sums: npt.NDArray[np.uint64], checksums: Sequence[bytes]) -> list[bool]:
