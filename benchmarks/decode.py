@@ -1,16 +1,18 @@
 """What a transfer costs a decode that runs beside it, on one GPU, for each lane.
 
-The decode is a CUDA graph of matrix-vector products that reads some 33 GB, as a decode step of a large model does; its
-steps are timed alone, while KV is stored, and while it is loaded, 256 MB at a time without a pause. The last figures
-say how much of the interpreter the engine lane takes: how much slower a Python loop runs beside it. Needs torch.
+The decode is a CUDA graph of matrix-vector products that reads some 33 GB, as a decode step of a large model does, with
+a step's small copies before and behind it: ids and tables in, tokens out. Its steps are timed alone, while KV is
+stored, and while it is loaded, 256 MB at a time without a pause. The last figures say how much of the interpreter the
+engine lane takes: how much slower a Python loop runs beside it. Needs torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,18 +21,23 @@ import torch
 from common import daemon, report
 from gpu import LLAMA_8B, GpuEngine, start_lane
 from kvist.client.client import Pending
+from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
 from transfer import CHUNK_TOKENS, Case
 
 TOKENS = 2_048
 STEPS = 200
 IN_FLIGHT = 4
+NUM_INPUTS, INPUT_NBYTES = 8, 16 << 10
+"""What a step of vLLM 0.24 with 32 requests sends to the GPU, roughly."""
 
 
 class Decode:
     """A graph that reads ``nbytes`` of weights, and how long its steps take."""
 
     def __init__(self, nbytes: int) -> None:
+        self.governor = Governor(math.inf)
+        """Told of every step."""
         rows, columns = 4096, 16384
         self._weights = [
             torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
@@ -39,6 +46,10 @@ class Decode:
         self._x = torch.randn(columns, dtype=torch.bfloat16, device="cuda")
         self._y = torch.empty(rows, dtype=torch.bfloat16, device="cuda")
         torch.mv(self._weights[0], self._x, out=self._y)
+        self._inputs = [torch.zeros(INPUT_NBYTES, dtype=torch.uint8).pin_memory() for _ in range(NUM_INPUTS)]
+        self._on_gpu = [torch.empty_like(one, device="cuda") for one in self._inputs]
+        self._output = torch.empty_like(self._y, device="cpu").pin_memory()
+        self._done = torch.cuda.Event()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
@@ -47,9 +58,15 @@ class Decode:
 
     def step_ms(self) -> float:
         begin = time.perf_counter()
+        for source, target in zip(self._inputs, self._on_gpu, strict=True):
+            target.copy_(source, non_blocking=True)
         self._graph.replay()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - begin) * 1e3
+        self._output.copy_(self._y, non_blocking=True)
+        self._done.record()
+        self._done.synchronize()
+        seconds = time.perf_counter() - begin
+        self.governor.step(time.monotonic(), seconds, 1)
+        return seconds * 1e3
 
 
 Submit = Callable[[Callable[[int], wire.Request]], Pending]
@@ -82,8 +99,10 @@ def count_loops(seconds: float = 0.01) -> float:
     return count / seconds
 
 
-def measure(name: str, case: Case, submit: Submit, poll: Callable[[], None], decode: Decode) -> None:
-    """Measure one lane in both directions."""
+def measure(
+    name: str, case: Case, submit: Submit, poll: Callable[[], None], decode: Decode, kinds: Sequence[str]
+) -> None:
+    """Measure one lane."""
 
     def store() -> Pending:
         keys, places = case.digests(), case.blocks()
@@ -93,7 +112,8 @@ def measure(name: str, case: Case, submit: Submit, poll: Callable[[], None], dec
         lease, places = case.lease(loaded), case.blocks()
         return submit(lambda i: wire.Retrieve(i, lease, 0, places))
 
-    for kind, begin in (("store", store), ("load", load)):
+    for kind in kinds:
+        begin = store if kind == "store" else load
         loaded, blocks = case.digests(), case.blocks()
         pending = submit(lambda i, keys=loaded, places=blocks: wire.Store(i, keys, b"", places))
         while not pending.is_over:
@@ -123,12 +143,15 @@ def main() -> None:
     with daemon("16GiB") as (socket, _):
         engine = GpuEngine(socket, LLAMA_8B[1], 400, chunk_tokens=CHUNK_TOKENS, name=LLAMA_8B[1].name)
         case = Case(engine, TOKENS)
-        if "engine" in arguments.lanes:
-            lane = start_lane(socket, engine)
-            measure("engine lane", case, lane.submit, lane.poll, decode)
+        # As fast as the link allows, within the default budget, and with the link never left idle for the steps' sake.
+        budgets = {"engine lane": math.inf, "engine lane, governed": 0.03, "engine lane, not shared": None}
+        for name, budget in budgets.items() if "engine" in arguments.lanes else ():
+            decode.governor = Governor(budget or math.inf)
+            lane = start_lane(socket, engine, decode.governor if budget else None)
+            measure(name, case, lane.submit, lane.poll, decode, ["store"] if budget == 0.03 else ["store", "load"])
             lane.close()
         if "daemon" in arguments.lanes:
-            measure("daemon lane", case, engine.client.submit, engine.client.poll, decode)
+            measure("daemon lane", case, engine.client.submit, engine.client.poll, decode, ["store", "load"])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from kvist.device.cuda.export import device_of, export_memory
 from kvist.device.cuda.fences import StreamFences
 from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
+from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
 from kvist.wire.describing import describe_group, describe_memory
 
@@ -125,8 +126,8 @@ class GpuEngine:
         return wire.Register(number, 0, 1, self.chunk_tokens, memory, groups), fds
 
 
-def start_lane(socket: str, engine: GpuEngine) -> EngineLane:
-    """Copy an engine's memory with threads of this process."""
+def start_lane(socket: str, engine: GpuEngine, governor: Governor | None = None) -> EngineLane:
+    """Copy an engine's memory with threads of this process; a ``governor`` is told of its steps by the caller."""
     group = engine.layout.group(engine.num_blocks)
     device = device_of(engine.memory[0])
     nbytes = engine.layout.page_nbytes * engine.num_blocks
@@ -138,7 +139,7 @@ def start_lane(socket: str, engine: GpuEngine) -> EngineLane:
     lane = EngineLane(
         Client(socket, engine_id=engine.layout.name, name="lane", deadline_s=DEADLINE_S, registrar=registrar),
         LaneMemory(group, engine.memory, engine.chunk_tokens // engine.layout.block_tokens),
-        lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)), StreamFences(lambda: 0),
+        lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)), StreamFences(lambda: 0), governor,
     )  # fmt: skip
     lane.register(DEADLINE_S)
     return lane

@@ -95,7 +95,8 @@ def test_a_store_waits_for_the_engine(daemon: Daemon, workers: list[GpuWorker], 
 @LANES
 def test_a_killed_engine_gives_its_memory_back(daemon: Daemon, workers: list[GpuWorker], lane: str):
     """Within a moment of its end, nothing of an engine is left on the GPU, in either process; what it stored is."""
-    observer = workers[1]
+    heir, observer = workers
+    heir.ask("uuid")  # Has a context of its own from now on.
     before = observer.ask("free_nbytes")
     engine = GpuWorker()
     address = start(engine, daemon, lane)
@@ -105,7 +106,6 @@ def test_a_killed_engine_gives_its_memory_back(daemon: Daemon, workers: list[Gpu
     engine.close()
     wait_until(lambda: daemon.status().num_registered == 0, deadline_s=1.0)
     wait_until(lambda: observer.ask("free_nbytes") >= before - 2 * MIB, deadline_s=2.0)
-    heir = workers[0]
     address = start(heir, daemon, lane)
     assert heir.ask("load", digests=digests(2), blocks=[1, 2, 3, 4]) == []
     expected = stamp(b"gone", 2 * LAYER_NBYTES)

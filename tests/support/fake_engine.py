@@ -25,6 +25,7 @@ def small_buffers() -> Iterator[None]:
     """Let a pipe's buffers be so small that a chunk of a megabyte takes all of them, several times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipe, "SLICE_NBYTES_MAX", 64 * KIB)
+        patch.setattr(pipe, "SHARED_NBYTES_MAX", 48 * KIB)
         patch.setattr(pipe, "BUFFER_NBYTES", 64 * KIB + 4096)
         patch.setattr(pipe, "_FIRST_NBYTES", 40 * KIB)
         yield

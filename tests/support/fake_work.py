@@ -110,6 +110,14 @@ class Work(Calls):
     def cuMemcpyDtoHAsync(self, target: int, source: Handle | int, nbytes: int, stream: Handle) -> None:
         self._copy_async((int(target), ON_HOST), (int(source), ON_DEVICE), nbytes, stream)
 
+    @entry()
+    def cuMemsetD8Async(self, target: Handle | int, value: int, nbytes: int, stream: Handle) -> None:
+        def fill() -> None:
+            self.space.bytes_at(int(target), nbytes, ON_DEVICE)[:] = value
+
+        self.space.bytes_at(int(target), nbytes, ON_DEVICE)
+        self._stream(stream).queue.append(fill)
+
     def _copy_async(
         self, target: tuple[int, frozenset[Kind]], source: tuple[int, frozenset[Kind]], nbytes: int, stream: Handle
     ) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from kvist.device.base import GoOn
+from kvist.device.base import GoOn, IsShared, never
 from kvist.device.host import HostDevice
 from kvist.errors import LayoutRefused, Overloaded
 from kvist.index.eviction import LeastRecentlyUsed
@@ -101,12 +101,20 @@ class WatchedDevice(HostDevice):
         self.open.remove(address)
         super().close_memory(address, nbytes)
 
-    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
+    def gather(
+        self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn, is_shared: IsShared = never
+    ) -> list[bytes]:
         assert self.open.issuperset(bases)
         return super().gather(plan, bases, chunks, go_on)
 
     def scatter(
-        self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes], go_on: GoOn
+        self,
+        plan: CopyPlan,
+        bases: Sequence[int],
+        chunks: range,
+        checksums: Sequence[bytes],
+        go_on: GoOn,
+        is_shared: IsShared = never,
     ) -> list[bool]:
         assert self.open.issuperset(bases)
         return super().scatter(plan, bases, chunks, checksums, go_on)

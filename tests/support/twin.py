@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from kvist.device.base import GoOn
+from kvist.device.base import GoOn, IsShared, never
 from kvist.device.checksum import vector_checksum
 from kvist.device.host import HostDevice, cut_into_pieces
 from kvist.model.transfer import CopyPlan, Direction
@@ -35,14 +35,22 @@ class TwinDevice(HostDevice):
     def wait_for(self, direction: Direction, fence: object) -> None:
         self.waited.append((direction, fence))
 
-    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
+    def gather(
+        self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn, is_shared: IsShared = never
+    ) -> list[bytes]:
         assert self.is_held
         self.before_copy(plan.direction)
         num_done = len(super().gather(plan, bases, chunks, go_on))
         return [self._checksum(plan, chunk) for chunk in chunks[:num_done]]
 
     def scatter(
-        self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes], go_on: GoOn
+        self,
+        plan: CopyPlan,
+        bases: Sequence[int],
+        chunks: range,
+        checksums: Sequence[bytes],
+        go_on: GoOn,
+        is_shared: IsShared = never,
     ) -> list[bool]:
         assert self.is_held
         self.before_copy(plan.direction)

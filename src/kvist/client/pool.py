@@ -57,8 +57,7 @@ class OpenPool:
     ) -> None:  # fmt: skip
         """Open the pool that ``fds`` consists of; they are this object's from now on, whatever comes of it.
 
-        Copies of ``memory`` are prepared for. A ``governor`` spaces stores. Loads are not spaced: somebody waits for
-        them, and they would cost decode as much.
+        Copies of ``memory`` are prepared for. A ``governor`` spaces stores.
 
         Raises:
             LayoutError: the daemon has sent no pool, or the device cannot copy such memory.
@@ -77,8 +76,7 @@ class OpenPool:
                 device.prepare(memory.group, memory.blocks_per_chunk, memory.bases)
             self._executors: dict[Direction, Executor] = {}
             for direction in Direction:
-                spaced = governor if direction is Direction.GATHER else None
-                self._executors[direction] = Executor(device, queue_max=_QUEUE_MAX, governor=spaced)
+                self._executors[direction] = Executor(device, queue_max=_QUEUE_MAX, governor=governor)
                 resources.callback(self._executors[direction].close)
             self._resources = resources.pop_all()
 

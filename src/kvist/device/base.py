@@ -12,6 +12,14 @@ from kvist.model.transfer import CopyPlan, Direction
 GoOn = Callable[[], bool]
 """Asked between chunks, on any thread: whether a copy may begin another one."""
 
+IsShared = Callable[[], bool]
+"""Asked during a copy, on any thread: whether others wait for the link meanwhile, and must be let in."""
+
+
+def never() -> bool:
+    """Nobody else needs the link."""
+    return False
+
 
 class Device(Protocol):
     """One accelerator. Every method runs on the device's own executor thread; all tests of it are one suite."""
@@ -58,7 +66,9 @@ class Device(Protocol):
         """Let the next copy of a direction touch no block before the event that was recorded last has happened."""
         ...
 
-    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
+    def gather(
+        self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn, is_shared: IsShared = never
+    ) -> list[bytes]:
         """Copy the blocks of some of a plan's chunks into their slots; return a checksum of each that was copied.
 
         A checksum is of the device's own making and depends on the canonical bytes and their order alone.
@@ -69,7 +79,13 @@ class Device(Protocol):
         ...
 
     def scatter(
-        self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes], go_on: GoOn
+        self,
+        plan: CopyPlan,
+        bases: Sequence[int],
+        chunks: range,
+        checksums: Sequence[bytes],
+        go_on: GoOn,
+        is_shared: IsShared = never,
     ) -> list[bool]:
         """Copy slots into the blocks of some of a plan's chunks; return which of them are as their checksums say.
 

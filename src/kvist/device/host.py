@@ -20,7 +20,7 @@ import numpy as np
 from xxhash import xxh3_64_digest
 
 from kvist.device import libc
-from kvist.device.base import GoOn
+from kvist.device.base import GoOn, IsShared, never
 from kvist.device.libc import copy_memory
 from kvist.device.runs import chunk_pattern
 from kvist.errors import LayoutError
@@ -88,13 +88,21 @@ class HostDevice:
     def wait_for(self, direction: Direction, fence: object) -> None:
         raise LayoutError(f"host memory has no events to wait for: {direction.value}, {fence!r}")
 
-    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
+    def gather(
+        self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn, is_shared: IsShared = never
+    ) -> list[bytes]:
         pieces, addresses = _spell_out(plan, bases, chunks)
         slots = plan.slot_offsets[chunks.start : chunks.stop].tolist()
         return self._map(lambda index: self._gather_chunk(slots[index], pieces, addresses[index]), len(chunks), go_on)
 
     def scatter(
-        self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes], go_on: GoOn
+        self,
+        plan: CopyPlan,
+        bases: Sequence[int],
+        chunks: range,
+        checksums: Sequence[bytes],
+        go_on: GoOn,
+        is_shared: IsShared = never,
     ) -> list[bool]:
         pieces, addresses = _spell_out(plan, bases, chunks)
         slots = plan.slot_offsets[chunks.start : chunks.stop].tolist()

@@ -53,7 +53,10 @@ class Executor:
     """Runs jobs and calls on one device, in a thread of its own."""
 
     def __init__(self, device: Device, *, queue_max: int, governor: Governor | None = None) -> None:
-        """Start the thread; a ``governor`` spaces the chunks of its copies."""
+        """Start the thread; a ``governor`` spaces the chunks of its stores, and lets steps in between all slices.
+
+        Loads are not spaced: somebody waits for them, and spaced they would cost the steps as much.
+        """
         self._device = device
         self._governor = governor
         self._closing = threading.Event()
@@ -142,12 +145,14 @@ class Executor:
             self._device.wait_for(plan.direction, job.fence)
         chunks = range(job.num_done, plan.num_chunks)
         if plan.direction is Direction.GATHER:
-            checksums = self._device.gather(plan, job.bases, chunks, lambda: self._may_go_on(job))
+            checksums = self._device.gather(plan, job.bases, chunks, lambda: self._may_go_on(job), self._is_shared)
             job.checksums += checksums
             job.num_done += len(checksums)
             return
         expected = job.checksums[chunks.start :]
-        is_right = self._device.scatter(plan, job.bases, chunks, expected, lambda: self._may_go_on(job))
+        is_right = self._device.scatter(
+            plan, job.bases, chunks, expected, lambda: self._may_go_on(job), self._is_shared
+        )
         job.failed += [chunk for chunk, right in zip(chunks, is_right, strict=False) if not right]
         job.num_done += len(is_right)
 
@@ -155,13 +160,17 @@ class Executor:
         """Return whether a job's next chunk may be copied, when its turn has come."""
         if self._must_pause(job):
             return False
-        if self._governor is None or self._closing.is_set():
+        is_load = job.plan.direction is Direction.SCATTER
+        if self._governor is None or is_load or self._closing.is_set():
             return True
         wait_s = self._governor.turn(time.monotonic(), job.plan.chunk_nbytes)
         if wait_s <= 0:
             return True
         self._closing.wait(wait_s)
         return not self._must_pause(job)
+
+    def _is_shared(self) -> bool:
+        return self._governor is not None and self._governor.is_stepping(time.monotonic())
 
     def _must_pause(self, job: Job) -> bool:
         has_load_to_do = job.plan.direction is Direction.GATHER and bool(self._loads)

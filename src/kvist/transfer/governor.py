@@ -61,10 +61,14 @@ class Governor:
         """Note a step that did more than decode: what was copied beside it says nothing about decoding."""
         self._bytes_of_step = 0
 
+    def is_stepping(self, now: float) -> bool:
+        """Return whether the engine has decoded a moment ago, so that it probably does now."""
+        return now - self._last_step <= _IDLE_S
+
     def turn(self, now: float, nbytes: int) -> float:
         """Return how many seconds to wait before copying ``nbytes``, and count them as copied."""
         self._bytes_of_step += nbytes
-        if now - self._last_step > _IDLE_S or math.isinf(self.rate):
+        if not self.is_stepping(now) or math.isinf(self.rate):
             self._next_turn = now
             return 0.0
         begin = max(now, self._next_turn)

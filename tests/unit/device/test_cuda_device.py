@@ -90,6 +90,34 @@ def test_long_runs_need_no_staging(page_nbytes: int):
         assert kernels == ({"check"} if page_nbytes >= pipe.DIRECT_NBYTES_MIN else {"gather", "scatter"})
 
 
+@pytest.mark.parametrize("direct_nbytes_min", [1, pipe.DIRECT_NBYTES_MIN])
+@pytest.mark.parametrize("liveliness", [0, 0.9])
+def test_a_shared_link_rests_after_every_slice(
+    monkeypatch: pytest.MonkeyPatch, direct_nbytes_min: int, liveliness: float
+):
+    """Where others need the link, it never carries more than a slice before it waits for another stream's work."""
+    monkeypatch.setattr(pipe, "DIRECT_NBYTES_MIN", direct_nbytes_min)
+    with fake_rig(liveliness=liveliness, seed=5) as rig, ExitStack() as stack:
+        case = large_case(rig, stack, opaque)
+        everything, before = range(len(case.chunks)), contents(case)
+        calls = rig.machine.daemon.calls
+        for direction, name in ((Direction.GATHER, "cuMemcpyDtoHAsync"), (Direction.SCATTER, "cuMemcpyHtoDAsync")):
+            start = len(calls)
+            if direction is Direction.GATHER:
+                sums = rig.device.gather(case.plan(direction), case.engine.bases, everything, always, always)
+            else:
+                case.engine.fill(GUARD)
+                plan = case.plan(direction)
+                assert all(rig.device.scatter(plan, case.engine.bases, everything, sums, always, always))
+            made = [call for call in calls[start:] if call in (name, "cuMemsetD8Async")]
+            between = "".join("r" if call == name else "p" for call in made).strip("r").split("p")
+            assert len(between) > len(case.chunks)
+            run_nbytes = int(chunk_pattern(case.engine.laid.group, len(case.chunks[0])).run_nbytes.max())
+            runs_max = max(1, -(-pipe.SHARED_NBYTES_MAX // run_nbytes)) if direct_nbytes_min == 1 else 1
+            assert max(len(runs) for runs in between) <= runs_max
+        assert contents(case) == before
+
+
 def contents(case: Case) -> list[bytes]:
     """Return the canonical bytes that lie in a case's blocks."""
     arrays = case.engine.arrays

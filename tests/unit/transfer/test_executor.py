@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvist.device.base import GoOn
+from kvist.device.base import GoOn, IsShared, never
 from kvist.errors import Overloaded
 from kvist.model.handles import MemoryHandle
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
@@ -32,6 +32,8 @@ class ScriptedDevice:
         self.steps: list[tuple[str, int]] = []
         """(job, chunk)"""
         self.threads: set[str] = set()
+        self.is_shared: list[bool] = []
+        """What each copy found when it began."""
         self.broken: set[tuple[str, int]] = set()
         """Steps that fail: (job, first chunk)."""
         self.wrong: set[tuple[str, int]] = set()
@@ -46,12 +48,22 @@ class ScriptedDevice:
     def close_memory(self, address: int, nbytes: int) -> None:
         raise NotImplementedError
 
-    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
+    def gather(
+        self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn, is_shared: IsShared = never
+    ) -> list[bytes]:
+        self.is_shared.append(is_shared())
         return [f"{name}{chunk}".encode() for name, chunk in self._steps(bases, chunks, go_on)]
 
     def scatter(
-        self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes], go_on: GoOn
+        self,
+        plan: CopyPlan,
+        bases: Sequence[int],
+        chunks: range,
+        checksums: Sequence[bytes],
+        go_on: GoOn,
+        is_shared: IsShared = never,
     ) -> list[bool]:
+        self.is_shared.append(is_shared())
         assert list(checksums) == [f"sum{chunk}".encode() for chunk in chunks]
         return [step not in self.wrong for step in self._steps(bases, chunks, go_on)]
 
@@ -231,6 +243,24 @@ def test_a_governor_is_asked_before_every_chunk():
     executor.close()
     assert done.jobs[0].num_done == 6
     assert turns == [(16, 0), (16, 1), (16, 2)]
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_steps_are_let_in_while_the_engine_decodes(direction: Direction):
+    """A copy shares the link from a decode step on until some time after the last; only stores wait for turns."""
+    device, governor = ScriptedDevice(is_open=True), Governor(1.0)
+    turns: list[int] = []
+    governor.turn = lambda now, nbytes: turns.append(nbytes) or 0.0  # type: ignore[method-assign, func-returns-value]
+    executor = Executor(device, queue_max=10, governor=governor)
+    done = Done()
+    executor.submit(make_job("x", direction, 1, done))
+    wait_until(lambda: done.jobs)
+    governor.step(time.monotonic() + 1000, 0.01, 1)
+    executor.submit(make_job("x", direction, 2, done))
+    wait_until(lambda: len(done.jobs) == 2)
+    executor.close()
+    assert device.is_shared == [False, True]
+    assert len(turns) == (3 if direction is Direction.GATHER else 0)
 
 
 def test_a_job_cancelled_while_it_waits_copies_no_more():

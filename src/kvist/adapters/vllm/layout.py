@@ -28,6 +28,8 @@ from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
 NULL_BLOCK: Final = 0
 _DEVICES: Final = ("cpu", "cuda")
 _FULL_SPECS: Final = {"FullAttentionSpec", "MLAAttentionSpec"}
+_NO_WEIGHTS: Final = {".log", ".md", ".txt", ".lock", ".pyc"}
+"""Suffixes of files that say nothing of weights."""
 _ISA_FLAGS: Final = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd", "bf16", "sve")
 
 
@@ -256,8 +258,17 @@ def _fingerprint(value: Any) -> str:
 
 
 def _fingerprint_files(folder: Path) -> str:
-    """Name the state of a local folder of weights; empty if it is none, such as a name on a hub."""
+    """Name the state of a local folder of weights; empty if it is none, such as a name on a hub.
+
+    Logs, texts and hidden files do not enter: what is written there beside the weights must not cost every hit.
+    """
     if not folder.is_dir():
         return ""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file()
+        and path.suffix not in _NO_WEIGHTS
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
     return _fingerprint([(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in files])

@@ -118,8 +118,8 @@ class SchedulerSide:
         num_chunks = lookup.reply.num_chunks if lookup.reply else 0
         tracked.num_offered = max(tracked.num_offered, num_chunks)
         num_hit_tokens = num_chunks * self._chunk_tokens - num_local_tokens
-        if num_hit_tokens <= 0:
-            return 0
+        if num_hit_tokens < self._chunk_tokens:
+            return 0  # Computed sooner than loaded: a load takes a step or two, however small it is.
         needed = tracked.digest(num_local_tokens // self._chunk_tokens)
         if self._engine.has_prefix_cache and self._is_being_loaded(needed):
             return None

@@ -19,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from kvist.device import libc
-from kvist.device.base import GoOn
+from kvist.device.base import GoOn, IsShared, never
 from kvist.device.cuda.driver import (
     HOST_REGISTER_PORTABLE,
     IPC_HANDLE_NBYTES,
@@ -30,7 +30,7 @@ from kvist.device.cuda.driver import (
     take,
 )
 from kvist.device.cuda.memory import OpenedMemory
-from kvist.device.cuda.pipe import Pipe, PlacedTiles, as_checksums, which_match
+from kvist.device.cuda.pipe import Pipe, PlacedTiles, Turns, as_checksums, which_match
 from kvist.device.cuda.tiles import ChunkTiles, Tiles, chunk_tiles
 from kvist.device.kernels import NAMES, compile_kernels
 from kvist.errors import DeviceError, LayoutError
@@ -85,13 +85,21 @@ class CudaDevice:
             self._gpu.forget_tiles(address)
         self._close_if_unused()
 
-    def gather(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> list[bytes]:
-        return as_checksums(self._copy(plan, bases, chunks, go_on))
+    def gather(
+        self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn, is_shared: IsShared = never
+    ) -> list[bytes]:
+        return as_checksums(self._copy(plan, bases, chunks, Turns(go_on, is_shared)))
 
     def scatter(
-        self, plan: CopyPlan, bases: Sequence[int], chunks: range, checksums: Sequence[bytes], go_on: GoOn
+        self,
+        plan: CopyPlan,
+        bases: Sequence[int],
+        chunks: range,
+        checksums: Sequence[bytes],
+        go_on: GoOn,
+        is_shared: IsShared = never,
     ) -> list[bool]:
-        return which_match(self._copy(plan, bases, chunks, go_on), checksums)
+        return which_match(self._copy(plan, bases, chunks, Turns(go_on, is_shared)), checksums)
 
     def prepare(self, group: LayerGroup, blocks_per_chunk: int, bases: Sequence[int]) -> None:
         assert self._gpu is not None, len(bases)
@@ -141,11 +149,11 @@ class CudaDevice:
         if gpu is not None:
             gpu.close()
 
-    def _copy(self, plan: CopyPlan, bases: Sequence[int], chunks: range, go_on: GoOn) -> Any:
+    def _copy(self, plan: CopyPlan, bases: Sequence[int], chunks: range, turns: Turns) -> Any:
         assert self._gpu is not None
         self._gpu.context.use()
         placed = self._gpu.find_tiles(plan.group, int(plan.block_ids.shape[1]), tuple(bases))
-        return self._gpu.pipes[plan.direction].copy(plan, placed, chunks, go_on)
+        return self._gpu.pipes[plan.direction].copy(plan, placed, chunks, turns)
 
     def _open_gpu(self) -> _Gpu:
         if self._gpu is None:

@@ -1,5 +1,8 @@
 """Copies on two streams, kernels on one and the link on the other, as many slices in flight as there are buffers.
 
+A copy engine that is fed without a break serves nobody else: the few bytes that an engine's step sends and fetches then
+wait for milliseconds. Where the link is shared, it is therefore left idle for a moment after every slice.
+
 Where a layout's runs are long, the copy engine moves them between blocks and slots by itself, and a kernel only reads
 the blocks for their checksums: such copies cost a decode least. Else a kernel moves blocks from or to staging buffers,
 and the link moves those. One pipe copies in one direction, on one thread. The laws: a copy that returns, or raises, has
@@ -17,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvist.device.base import GoOn
+from kvist.device.base import GoOn, IsShared
 from kvist.device.cuda.driver import EVENT_DISABLE_TIMING, STREAM_NON_BLOCKING, call, take
 from kvist.device.cuda.tiles import TILE, ChunkTiles, Slice, cut_into_slices
 from kvist.device.kernels import THREADS
@@ -28,6 +31,9 @@ from kvist.units import KIB, MIB
 
 NUM_BUFFERS: Final = 4
 SLICE_NBYTES_MAX: Final = 16 * MIB
+SHARED_NBYTES_MAX: Final = 8 * MIB
+"""What the link carries between two pauses where others need it: they wait half as long for it on average."""
+_PAUSE_NBYTES: Final = 64
 BUFFER_NBYTES: Final = SLICE_NBYTES_MAX + 4096
 """A slice, and room for the place of its first byte inside a vector."""
 _FIRST_NBYTES: Final = 4 * MIB
@@ -64,6 +70,14 @@ class PlacedTiles:
     bases: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What a copy asks while it runs."""
+
+    go_on: GoOn
+    is_shared: IsShared
+
+
 class Pipe:
     """Streams, staging and tables for one direction. Every call needs the context to be current."""
 
@@ -74,13 +88,16 @@ class Pipe:
         self._check = kernels["check"]
         self._slots_address = slots_address
         with ExitStack() as stack:
-            self.kernels, self._link = _new_stream(stack), _new_stream(stack)
+            lowest, highest = call("cuCtxGetStreamPriorityRange")
+            self.kernels, self._link = _new_stream(stack, lowest), _new_stream(stack, lowest)
+            self._pauses = _new_stream(stack, highest)
             staging = int(take(stack, "cuMemFree", "cuMemAlloc", NUM_BUFFERS * BUFFER_NBYTES))
             self._buffers = [
                 _Buffer(staging + number * BUFFER_NBYTES, _new_event(stack), _new_event(stack))
                 for number in range(NUM_BUFFERS)
             ]
-            self._begun = _new_event(stack)
+            self._begun, self._left, self._resumed = _new_event(stack), _new_event(stack), _new_event(stack)
+            self._scrap = int(take(stack, "cuMemFree", "cuMemAlloc", _PAUSE_NBYTES))
             self._tables = _Tables(stack)
             self._held = stack.pop_all()
         self._next_buffer = 0
@@ -92,7 +109,7 @@ class Pipe:
         with self._held:
             self._settle()
 
-    def copy(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, go_on: GoOn) -> npt.NDArray[np.uint64]:
+    def copy(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, turns: Turns) -> npt.NDArray[np.uint64]:
         """Copy chunks; return the checksum of each that was copied, which are the first of ``chunks``."""
         # What is skipped must be verified without being written, for which it has to pass through a staging buffer.
         num_skipped_blocks = plan.num_skipped_blocks if chunks.start == 0 else 0
@@ -101,7 +118,7 @@ class Pipe:
         try:
             self._begin(plan, chunks, num_skipped_blocks)
             issue = self._issue_runs if is_direct else self._issue_slices
-            num_done = issue(plan, placed, chunks, go_on)
+            num_done = issue(plan, placed, chunks, turns)
             self._tables.fetch_sums(num_done, self.kernels)
         finally:
             self._settle()
@@ -114,7 +131,7 @@ class Pipe:
         self._tables.send_ids(block_ids, self.kernels)
         self._arguments.block_ids = self._tables.ids_address
 
-    def _issue_runs(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, go_on: GoOn) -> int:
+    def _issue_runs(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, turns: Turns) -> int:
         """Let the copy engine move every run of every chunk, and a kernel read the blocks."""
         pattern = chunk_pattern(plan.group, int(plan.block_ids.shape[1]))
         block_ids = plan.block_ids[chunks.start : chunks.stop]
@@ -126,34 +143,39 @@ class Pipe:
         call("cuEventRecord", self._begun, self.kernels)
         call("cuStreamWaitEvent", self._link, self._begun, 0)
         for number, runs in enumerate(addresses):
-            if not go_on():
+            if not turns.go_on():
                 return number
             buffer = self._take_buffer()  # Only its events are used: so many chunks may be under way.
             places = zip(offsets, runs, sizes, strict=True)
             pieces = [(slots[number] + offset, run, nbytes) for offset, run, nbytes in places]
             if self._direction is Direction.GATHER:
                 self._launch_check(placed, number)
-                for slot, run, nbytes in pieces:
-                    call("cuMemcpyDtoHAsync", slot, run, nbytes, self._link)
+                for batch in _batches(pieces):
+                    for slot, run, nbytes in batch:
+                        call("cuMemcpyDtoHAsync", slot, run, nbytes, self._link)
+                    self._pause_if(turns)
                 call("cuEventRecord", buffer.drained, self._link)
             else:
-                for slot, run, nbytes in pieces:
-                    call("cuMemcpyHtoDAsync", run, slot, nbytes, self._link)
+                for batch in _batches(pieces):
+                    for slot, run, nbytes in batch:
+                        call("cuMemcpyHtoDAsync", run, slot, nbytes, self._link)
+                    self._pause_if(turns)
                 call("cuEventRecord", buffer.filled, self._link)
                 call("cuStreamWaitEvent", self.kernels, buffer.filled, 0)
                 self._launch_check(placed, number)
                 call("cuEventRecord", buffer.drained, self.kernels)
         return len(addresses)
 
-    def _issue_slices(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, go_on: GoOn) -> int:
+    def _issue_slices(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, turns: Turns) -> int:
         """Let a kernel move blocks from or to staging buffers, and the link move those."""
         slots = plan.slot_offsets[chunks.start : chunks.stop]
         arguments, tiles = self._arguments, placed.tiles
         copy_slice = self._gather_slice if self._direction is Direction.GATHER else self._scatter_slice
         num_done = 0
-        slices = cut_into_slices(tiles, len(chunks), first_nbytes=_FIRST_NBYTES, nbytes_max=SLICE_NBYTES_MAX)
+        nbytes_max = SHARED_NBYTES_MAX if turns.is_shared() else SLICE_NBYTES_MAX
+        slices = cut_into_slices(tiles, len(chunks), first_nbytes=_FIRST_NBYTES, nbytes_max=nbytes_max)
         for part in slices:
-            if not part.first_tile and not go_on():
+            if not part.first_tile and not turns.go_on():
                 break
             buffer = self._take_buffer()
             arguments.tiles = placed.address + part.first_tile * TILE.itemsize
@@ -162,9 +184,19 @@ class Pipe:
             arguments.chunk_stride = part.chunk_stride
             arguments.first_chunk = part.first_chunk
             copy_slice(part, buffer, slots)
+            self._pause_if(turns)
             if part.is_last:
                 num_done = part.first_chunk + part.num_chunks
         return num_done
+
+    def _pause_if(self, turns: Turns) -> None:
+        """Leave the link idle for a moment, if others need it, without anybody waiting for it here."""
+        if turns.is_shared():
+            call("cuEventRecord", self._left, self._link)
+            call("cuStreamWaitEvent", self._pauses, self._left, 0)
+            call("cuMemsetD8Async", self._scrap, 0, _PAUSE_NBYTES, self._pauses)
+            call("cuEventRecord", self._resumed, self._pauses)
+            call("cuStreamWaitEvent", self._link, self._resumed, 0)
 
     def _take_buffer(self) -> _Buffer:
         buffer = self._buffers[self._next_buffer]
@@ -252,9 +284,20 @@ def _pieces(part: Slice, slots: Int64s) -> Iterator[tuple[int, int, int]]:
         yield slot + part.start, (first - part.first_chunk) * part.chunk_stride + part.padding, nbytes
 
 
-def _new_stream(stack: ExitStack) -> Any:
-    lowest, _ = call("cuCtxGetStreamPriorityRange")
-    return take(stack, "cuStreamDestroy", "cuStreamCreateWithPriority", STREAM_NON_BLOCKING, lowest)
+def _batches(pieces: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut a row of copies (.., .., bytes) into batches between which the link may pause."""
+    batch: list[tuple[int, int, int]] = []
+    for piece in pieces:
+        batch.append(piece)
+        if sum(nbytes for _, _, nbytes in batch) >= SHARED_NBYTES_MAX:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _new_stream(stack: ExitStack, priority: int) -> Any:
+    return take(stack, "cuStreamDestroy", "cuStreamCreateWithPriority", STREAM_NON_BLOCKING, priority)
 
 
 def _new_event(stack: ExitStack) -> Any:
