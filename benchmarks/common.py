@@ -99,7 +99,7 @@ class FakeEngine:
         ]
         group = wire.GroupSpec("full", shape.block_tokens, planes, 0)
         memory = [wire.MemorySpec("host", self.memory.nbytes)]
-        return wire.Register(number, 0, 1, shape.block_tokens, memory, [group]), [self.fd]
+        return wire.Register(number, shape.block_tokens, memory, [group]), [self.fd]
 
 
 def shared_memory(nbytes: int) -> npt.NDArray[np.uint8]:

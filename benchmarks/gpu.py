@@ -21,8 +21,9 @@ from kvist.device.cuda.export import device_of, export_memory
 from kvist.device.cuda.fences import StreamFences
 from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
+from kvist.model.rows import Row, row_memory
 from kvist.wire import messages as wire
-from kvist.wire.describing import describe_group, describe_memory
+from kvist.wire.describing import describe_memory, describe_row
 
 
 @dataclass(frozen=True)
@@ -120,24 +121,24 @@ class GpuEngine:
 
     def _register(self, number: int) -> tuple[wire.Register, Sequence[int]]:
         memory = describe_memory([one.handle for one in self._exported])
-        groups = [describe_group(self.layout.group(self.num_blocks))]
+        row = row_memory(Row(0, 0), self.layout.group(self.num_blocks), self.chunk_tokens)
         fds = list(itertools.chain.from_iterable(one.fds for one in self._exported))
-        return wire.Register(number, 0, 1, self.chunk_tokens, memory, groups), fds
+        return wire.Register(number, self.chunk_tokens, memory, [describe_row(row)]), fds
 
 
 def start_lane(socket: str, engine: GpuEngine) -> EngineLane:
     """Copy an engine's memory with threads of this process."""
-    group = engine.layout.group(engine.num_blocks)
+    row = row_memory(Row(0, 0), engine.layout.group(engine.num_blocks), engine.chunk_tokens)
     device = device_of(engine.memory[0])
     nbytes = engine.layout.page_nbytes * engine.num_blocks
     memory = describe_memory([MemoryHandle(ENGINE, nbytes, device) for _ in engine.memory])
 
     def registrar(number: int) -> tuple[wire.Register, tuple[int, ...]]:
-        return wire.Register(number, 0, 1, engine.chunk_tokens, memory, [describe_group(group)]), ()
+        return wire.Register(number, engine.chunk_tokens, memory, [describe_row(row)]), ()
 
     lane = EngineLane(
         Client(socket, engine_id=engine.layout.name, name="lane", deadline_s=DEADLINE_S, registrar=registrar),
-        LaneMemory(group, engine.memory, engine.chunk_tokens // engine.layout.block_tokens),
+        LaneMemory([row], engine.memory),
         lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)), StreamFences(lambda: 0),
     )  # fmt: skip
     lane.register(DEADLINE_S)

@@ -16,7 +16,7 @@
     - InvalidBlocks         block ids out of range, duplicate, too few, or the null block
     - UnknownLease          the lease expired, was released, or never existed
     - ForeignLease          the lease belongs to another engine
-    - LeaseClaimed          this shard has claimed the lease already
+    - LeaseClaimed          this row has no claim left, or the lease holds nothing of it
     - Overloaded            a bounded queue is full; recompute
     - Draining              the daemon is stopping
   + Unreachable             no daemon is listening, or it died
@@ -114,7 +114,7 @@ class ForeignLease(Refused):
 
 
 class LeaseClaimed(Refused):
-    """This shard has claimed this lease already."""
+    """All readers of this row have claimed this lease already, or it holds nothing of the row."""
 
     code = "lease_claimed"
 

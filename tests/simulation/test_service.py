@@ -6,63 +6,30 @@ each retrieve is compared byte for byte with what the digests' stamps say; no sl
 process may be writing to it; and when all sessions are over, nothing is held any more.
 """
 
-import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from kvist.index.chunk_index import ChunkState
+from kvist.model.keys import Digest, chunk_keys
+from kvist.model.layout import GroupKind
+from kvist.model.rows import Row
 from kvist.wire import messages as wire
+from kvist.wire.describing import describe_needs
+from tests.support import kinds
 from tests.support.copying import CopyingEngine
 from tests.support.engine import packed
-from tests.support.layouts import Laid, Shape, block_outermost, hnd, kv_apart, nhd
-from tests.support.memory import GUARD, stamp
+from tests.support.kinds import CHUNKS_MAX, SHAPE, Kind, content, digest, needed
+from tests.support.memory import GUARD
 from tests.support.simulated import LEASE_TTL_S, Sent, SimulatedDaemon, SimulatedEngine
 
 NUM_SLOTS = 12
-CHUNK_TOKENS = 4
-SHAPE = Shape(num_layers=2, num_blocks=14, block_tokens=2, num_heads=2, row_nbytes=8)
-CHUNKS_MAX = 6
-PROMPTS = [
-    [f"{start}{'a' * min(length, fork)}{branch * max(0, length - fork)}" for length in range(1, CHUNKS_MAX + 1)]
-    for start in "mno"
-    for fork, branch in ((3, "b"), (3, "c"), (1, "d"))
-]
-"""Chains of names; those of one start share their first chunks."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Engines of one id, whose keys are their own where their shards are."""
-
-    engine_id: str
-    space: str
-    ways: tuple[Callable[[Shape], Laid], ...]
-    """How each of its shards lays out its blocks."""
-    copiers: frozenset[int] = frozenset()
-    """Those of its shards that copy for themselves. Who shares a space with them does so too."""
-
-
-KINDS = [
-    Kind("one", "shared", (nhd,)),
-    Kind("two", "shared", (hnd,)),
-    Kind("three", "tp2", (kv_apart, block_outermost)),
-    Kind("four", "copied", (nhd,), frozenset({0})),
-    Kind("five", "copied", (hnd,), frozenset({0})),
-    Kind("six", "mixed", (nhd, kv_apart), frozenset({1})),
-]
-
 
 BATCHES = [(), (), (1,), (1, 1), (99,), (99, 1)]
 """How a registration's descriptors may be cut: all at once, some ahead, all ahead, and one batch of none."""
-
-
-def digest(space: str, name: str) -> bytes:
-    return hashlib.sha256(f"{space}/{name}".encode()).digest()[:16]
 
 
 @dataclass(eq=False)
@@ -74,7 +41,7 @@ class Granted:
     digests: list[bytes]
     granter: SimulatedEngine
     deadline: float
-    unclaimed: set[int]
+    unclaimed: Counter[Row]
     is_released: bool = False
 
 
@@ -92,28 +59,29 @@ class World:
     leases: list[Granted] = field(default_factory=list)
     asked: dict[Sent, Granted] = field(default_factory=dict)
     """Retrieves that were sent, and their leases."""
-    stored: set[tuple[bytes, int]] = field(default_factory=set)
-    """(digest, shard) of every chunk that some store has named."""
-    corrupted: set[tuple[bytes, int]] = field(default_factory=set)
-    """(digest, shard) of every chunk in which a byte was changed."""
+    stored: set[tuple[bytes, Row]] = field(default_factory=set)
+    """(digest, row) of every chunk that some store has named."""
+    corrupted: set[tuple[bytes, Row]] = field(default_factory=set)
+    """(digest, row) of every chunk in which a byte was changed."""
     num_seen: Counter[str] = field(default_factory=Counter)
 
     # ── what may happen ─────────────────────────────────────────────────────────────────────────────────────────
 
     def connect(self) -> None:
         kind = self.chance.choice(self.kinds)
-        for shard, lay in enumerate(kind.ways):
-            is_there = any(other is kind and engine.shard == shard for other, engine in self.engines)
-            if not is_there:
-                make = CopyingEngine if shard in kind.copiers else SimulatedEngine
+        there = {engine.name for other, engine in self.engines if other is kind}
+        for number, worker in enumerate(kind.workers):
+            if f"worker {number}" not in there:
+                make = CopyingEngine if number in kind.copiers else SimulatedEngine
+                (first, way), *more = worker
                 engine = make(
-                    self.daemon, lay(SHAPE), engine_id=kind.engine_id, shard=shard, num_shards=len(kind.ways),
-                    chunk_tokens=CHUNK_TOKENS,
+                    self.daemon, way(SHAPE), engine_id=kind.engine_id, name=f"worker {number}", shard=first.shard,
+                    more=[(row, way(SHAPE)) for row, way in more], chunk_tokens=kinds.CHUNK_TOKENS,
                 )  # fmt: skip
                 if self.chance.random() < 0.1:
                     self.leave_early(engine)
                     continue
-                engine.register(*([] if shard in kind.copiers else self.chance.choice(BATCHES)))
+                engine.register(*([] if number in kind.copiers else self.chance.choice(BATCHES)))
                 self.engines.append((kind, engine))
 
     def leave_early(self, engine: SimulatedEngine) -> None:
@@ -169,7 +137,7 @@ class World:
         num = self.chance.choice([num_chunks, num_chunks, self.chance.randint(0, num_chunks)])
         liar = self.chance.choice([None] * 7 + [self.chance.randrange(len(sent.chunks))])
         for position in engine.carry_out(number, num=num, is_lying=lambda position: position == liar):
-            self.corrupted.add((self.digest_of(sent, position), engine.shard))
+            self.corrupted.add((self.digest_of(sent, position), engine.rows[sent.request.row].row))
             self.num_seen["lies"] += 1
 
     def digest_of(self, sent: Sent, position: int) -> bytes:
@@ -198,33 +166,69 @@ class World:
             self.chance.choice(copiers).is_deaf = self.chance.random() < 0.3
 
     def store(self) -> None:
-        kind, engine = self.pick()
-        names = self.chance.choice(PROMPTS)
+        """Let one worker store a part of one row, or, mostly, all workers of an engine all of their rows."""
+        kind, _ = self.pick()
+        names = self.chance.choice(kinds.PROMPTS)
         start = self.chance.choice([0, 0, 1, self.chance.randrange(CHUNKS_MAX)])
-        chunks = engine.take_chunks(self.chance.randint(1, CHUNKS_MAX - start))
+        workers = [worker for other, worker in self.engines if other is kind]
+        places = [(worker, number) for worker in workers for number in range(len(worker.rows))]
+        for worker, number in places if self.chance.random() < 0.6 else self.chance.sample(places, 1):
+            self.store_row(kind, worker, number, names, start)
+
+    def store_row(self, kind: Kind, engine: SimulatedEngine, number: int, names: list[str], start: int) -> None:
+        there = engine.rows[number]
+        is_chained = kind.needs[there.row.group].kind is GroupKind.FULL
+        offered = names[start:] if is_chained else [name for name in names[start:] if self.chance.random() < 0.8]
+        chunks = engine.take_chunks(self.chance.randint(1, CHUNKS_MAX - start), number)[: len(offered)]
         if not chunks:
             return
-        wanted = [digest(kind.space, name) for name in names[start : start + len(chunks)]]
+        wanted = [digest(kind.space, name) for name in offered[: len(chunks)]]
         for blocks, key in zip(chunks, wanted, strict=True):
-            engine.map.write(engine.arrays, blocks, stamp(key + bytes([engine.shard]), engine.map.nbytes))
-        parent = digest(kind.space, names[start - 1]) if start else b""
-        self.stored |= {(key, engine.shard) for key in wanted}
-        engine.send(lambda number: wire.Store(number, b"".join(wanted), parent, packed(chunks)), chunks)
+            there.write(blocks, content(key, there.row, there.map.nbytes))
+        parent = digest(kind.space, names[start - 1]) if start and is_chained else b""
+        self.stored |= {(key, there.row) for key in wanted}
+        engine.send(lambda i: wire.Store(i, b"".join(wanted), parent, packed(chunks), row=number), chunks)
 
     def look_up(self) -> None:
         kind, engine = self.pick()
-        names = self.chance.choice(PROMPTS)[: self.chance.randint(1, CHUNKS_MAX)]
+        names = self.chance.choice(kinds.PROMPTS)[: self.chance.randint(1, CHUNKS_MAX)]
         wanted = [digest(kind.space, name) for name in names]
-        engine.send(lambda number: wire.Lookup(number, b"".join(wanted), num_shards=len(kind.ways)))
+        num_expected = self.num_servable(kind, wanted)
+        needs = describe_needs(kind.needs)
+        engine.send(lambda i: wire.Lookup(i, b"".join(wanted), kind.num_shards, needs, kind.num_readers))
         _, reply = engine.replies.pop()
         assert isinstance(reply, wire.LookupReply)
+        assert reply.num_chunks == num_expected
         assert (reply.lease != b"") is (reply.num_chunks > 0)
         self.num_seen["hits" if reply.num_chunks else "misses"] += 1
-        for key in wanted[: reply.num_chunks]:
-            assert {(key, shard) for shard in range(len(kind.ways))} <= self.stored
-        if reply.num_chunks:
-            deadline, unclaimed = self.daemon.now + LEASE_TTL_S, set(range(len(kind.ways)))
-            self.leases.append(Granted(reply.lease, kind, wanted[: reply.num_chunks], engine, deadline, unclaimed))
+        if not reply.num_chunks:
+            return
+        unclaimed = Counter[Row]()
+        for row in kind.ways:
+            held = needed(kind.needs[row.group], reply.num_chunks)
+            assert {(wanted[number], row) for number in held} <= self.stored
+            unclaimed[row] = kind.num_readers if held else 0
+            self.num_seen["hits over a hole"] += (
+                len(held) < sum(self.is_sealed(key, row) for key in wanted) < len(wanted)
+            )
+        deadline = self.daemon.now + LEASE_TTL_S
+        self.leases.append(Granted(reply.lease, kind, wanted[: reply.num_chunks], engine, deadline, unclaimed))
+
+    def num_servable(self, kind: Kind, wanted: list[bytes]) -> int:
+        """Return what a lookup must find: the longest prefix of which every row holds what its group needs."""
+        return max(
+            num
+            for num in range(len(wanted) + 1)
+            if all(
+                self.is_sealed(wanted[number], row)
+                for row in kind.ways
+                for number in needed(kind.needs[row.group], num)
+            )
+        )
+
+    def is_sealed(self, key: bytes, row: Row) -> bool:
+        (found,) = self.daemon.service._index.find_sealed(chunk_keys([Digest(key)], group=row.group, shard=row.shard))
+        return found is not None
 
     def retrieve(self) -> None:
         if not self.leases:
@@ -233,22 +237,34 @@ class World:
         kind, engine = self.pick()
         if self.chance.random() < 0.8:
             matching = [
-                engine for kind, engine in self.engines if kind is lease.kind and engine.shard in lease.unclaimed
+                engine
+                for kind, engine in self.engines
+                if kind is lease.kind and any(lease.unclaimed[there.row] for there in engine.rows)
             ]
             kind, engine = (lease.kind, self.chance.choice(matching)) if matching else (kind, engine)
-        first = self.chance.randrange(len(lease.digests))
-        chunks = engine.take_chunks(self.chance.randint(1, len(lease.digests) - first))
-        if not chunks:
+        number = self.chance.randrange(len(engine.rows))
+        there = engine.rows[number]
+        need = kind.needs[there.row.group]
+        held = needed(need, len(lease.digests)) if kind is lease.kind else range(len(lease.digests))
+        first = self.chance.choice(held or range(1))
+        num = self.chance.randint(1, max(1, held.stop - first))
+        if self.chance.random() < 0.15:
+            first, num = self.chance.choice([(first, held.stop - first + 1), (held.start - 1, 1)])
+        is_outside = not held.start <= first < first + num <= held.stop
+        chunks = engine.take_chunks(num, number)
+        if len(chunks) < num:
+            engine.give_back(chunks, number)
             return
         deadline_ms = self.chance.choice([0, 0, 0, 1, 5000])
-        num_skipped_blocks = self.chance.randrange(engine.blocks_per_chunk)
+        num_skipped_blocks = self.chance.randrange(there.blocks_per_chunk)
         sent = engine.send(
-            lambda number: wire.Retrieve(number, lease.id, first, packed(chunks), num_skipped_blocks, deadline_ms),
+            lambda i: wire.Retrieve(i, lease.id, first, packed(chunks), num_skipped_blocks, deadline_ms, row=number),
             chunks,
         )
+        refusals = self.refusals(lease, kind, there.row) or ({"invalid_blocks"} if is_outside else set())
         if sent.job is not None:
-            assert not self.refusals(lease, kind, engine)
-            lease.unclaimed.remove(engine.shard)
+            assert not refusals
+            lease.unclaimed[there.row] -= 1
             self.asked[sent] = lease
         else:
             _, reply = engine.replies.pop()
@@ -256,9 +272,9 @@ class World:
             is_full = reply.code == "overloaded" and len(self.daemon.executor.jobs) == self.daemon.executor.queue_max
             is_unready = reply.code == "not_registered" and engine.session.registration is None
             is_full &= not isinstance(engine, CopyingEngine)
-            assert is_full or is_unready or reply.code in self.refusals(lease, kind, engine), reply
+            assert is_full or is_unready or reply.code in refusals, reply
             self.num_seen[reply.code] += 1
-            engine.give_back(chunks)
+            engine.give_back(chunks, number)
 
     def release(self) -> None:
         if self.leases:
@@ -284,7 +300,7 @@ class World:
             self.daemon.pool.bytes[chunk.slot_offset + self.chance.randrange(chunk.nbytes)] ^= self.chance.randint(
                 1, 255
             )
-            self.corrupted.add((chunk.key[:16], chunk.key[-1]))
+            self.corrupted.add((chunk.key[:16], Row(chunk.key[17], chunk.key[19])))
 
     def break_device(self) -> None:
         self.daemon.executor.is_breaking = self.chance.random() < 0.3
@@ -297,14 +313,14 @@ class World:
 
     # ── what must hold ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def refusals(self, lease: Granted, kind: Kind, engine: SimulatedEngine) -> set[str]:
+    def refusals(self, lease: Granted, kind: Kind, row: Row) -> set[str]:
         """Return why a retrieve may be refused, as far as the lease goes; nothing if it must not be."""
         if lease.is_released:
             return {"unknown_lease"}
-        is_ended = set() if lease.unclaimed else {"unknown_lease"}  # If the last copy on it has landed.
+        is_ended = set() if lease.unclaimed.total() else {"unknown_lease"}  # If the last copy on it has landed.
         if kind.engine_id != lease.kind.engine_id:
             return {"foreign_lease"} | is_ended
-        return set() if engine.shard in lease.unclaimed else {"lease_claimed"} | is_ended
+        return set() if lease.unclaimed[row] else {"lease_claimed"} | is_ended
 
     def take_in(self) -> None:
         """Check every reply that has come, and free its blocks."""
@@ -315,7 +331,8 @@ class World:
                     self.check_stored(sent, reply, engine)
                 elif isinstance(sent.request, wire.Retrieve):
                     self.check_retrieved(sent, reply, engine)
-                engine.give_back(sent.chunks)
+                if isinstance(sent.request, wire.Store | wire.Retrieve):
+                    engine.give_back(sent.chunks, sent.request.row)
             if not engine.sent:
                 assert all((array == GUARD).all() for array in engine.arrays), "a byte outside the named blocks changed"
 
@@ -334,22 +351,23 @@ class World:
         assert isinstance(reply, wire.RetrieveReply)
         assert isinstance(sent.request, wire.Retrieve)
         assert sent.job is not None
-        lease = self.asked.pop(sent)
+        lease, there = self.asked.pop(sent), engine.rows[sent.request.row]
         assert reply.num_chunks == len(sent.chunks)
         for number, blocks in enumerate(sent.chunks):
             key = lease.digests[sent.request.first_chunk + number]
-            right = np.frombuffer(stamp(key + bytes([engine.shard]), engine.map.nbytes), dtype=np.uint8)
+            right = np.frombuffer(content(key, there.row, there.map.nbytes), dtype=np.uint8)
             if number == 0:
-                right = np.where(engine.map.position < sent.request.num_skipped_blocks, GUARD, right)
-            found = np.frombuffer(engine.map.read(engine.arrays, blocks), dtype=np.uint8)
+                right = np.where(there.map.position < sent.request.num_skipped_blocks, GUARD, right)
+            found = np.frombuffer(there.read(blocks), dtype=np.uint8)
             if number in reply.failed:
                 is_uncopied = number >= sent.job.num_done
-                assert is_uncopied or (key, engine.shard) in self.corrupted
+                assert is_uncopied or (key, there.row) in self.corrupted
                 assert ((found == GUARD) | (found == right)).all(), "a wrong byte was written"
                 self.num_seen["uncopied" if is_uncopied else "corrupt"] += 1
             else:
                 assert (found == right).all(), "a wrong byte was called right"
                 self.num_seen["loaded"] += 1
+                self.num_seen[f"loaded {lease.kind.needs[there.row.group].kind.value}"] += 1
 
     def bury(self) -> None:
         """Take note of those whose connections broke on an order."""
@@ -387,15 +405,16 @@ STEPS = {
 """What happens, and how often."""
 
 
-def run(seed: int, num_steps: int) -> Counter[str]:
-    """Let a world run, end all of it, and return what was seen."""
+def run(seed: int, num_steps: int, *, has_rows: bool = False) -> Counter[str]:
+    """Let a world run, end all of it, and return what was seen. Where engines have rows, there is more to copy."""
     chance = random.Random(seed)
-    daemon = SimulatedDaemon(NUM_SLOTS, queue_max=chance.choice([2, 1000]))
-    world = World(chance, daemon, chance.sample(KINDS, 3))
+    daemon = SimulatedDaemon(NUM_SLOTS * (3 if has_rows else 1), queue_max=chance.choice([2, 1000]))
+    world = World(chance, daemon, chance.sample(kinds.KINDS_OF_ROWS, 2) if has_rows else chance.sample(kinds.KINDS, 3))
+    steps = {**STEPS, World.slice: 40, World.deliver: 40} if has_rows else STEPS
     everyone = world.engines
     for _ in range(8):
         world.connect()
-    for step in chance.choices(list(STEPS), list(STEPS.values()), k=num_steps):
+    for step in chance.choices(list(steps), list(steps.values()), k=num_steps):
         step(world)
         world.bury()
         world.take_in()
@@ -452,6 +471,22 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(part: int):
         "stored", "pool full", "no parent", "copy failed", "hits", "misses", "loaded", "uncopied", "corrupt",
         "overloaded", "unknown_lease", "foreign_lease", "lease_claimed", "deaths with copies",
         "deaths with orders", "broken on an order", "lies", "false answers", "kept at a death", "too late",
+    ):  # fmt: skip
+        assert seen[outcome] > 0, outcome
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_whatever_happens_to_rows_no_prefix_is_a_mix(part: int):
+    """Over many seeds of several groups, shards and replicas: a lookup finds exactly what every row can go on from.
+
+    Whatever was stored late, evicted, corrupted or lost with its worker makes a hit shorter, and never wrong.
+    """
+    seen: Counter[str] = Counter()
+    for seed in range(part * 1000, part * 1000 + 14):
+        seen += run(seed, 1200, has_rows=True)
+    for outcome in (
+        "stored", "pool full", "no parent", "hits", "misses", "hits over a hole", "invalid_blocks", "lease_claimed",
+        "loaded full", "loaded window", "loaded chunked", "loaded recurrent", "corrupt", "deaths with copies",
     ):  # fmt: skip
         assert seen[outcome] > 0, outcome
 

@@ -12,7 +12,7 @@ from kvist.model.handles import ENGINE
 from kvist.wire import messages as wire
 from tests.support.memory import GUARD
 from tests.support.named import CHUNK_TOKENS, LAID
-from tests.support.simulated import Sent, SimulatedDaemon, SimulatedEngine, Watched
+from tests.support.simulated import Sent, SimulatedDaemon, SimulatedEngine, SimulatedRow, Watched
 
 CHECKSUM_NBYTES = 8
 
@@ -47,7 +47,7 @@ class CopyingEngine(SimulatedEngine):
         super().__init__(daemon, laid, chunk_tokens=chunk_tokens, **more)
 
     def registration(self, request_id: int) -> wire.Register:
-        memory = [wire.MemorySpec(ENGINE, nbytes) for nbytes in self.laid.memory_nbytes]
+        memory = [wire.MemorySpec(ENGINE, memory.nbytes) for memory in self.memory]
         return msgspec.structs.replace(super().registration(request_id), memory=memory)
 
     def register(self) -> Sent:
@@ -67,18 +67,19 @@ class CopyingEngine(SimulatedEngine):
         """
         order, sent = self.orders[number]
         slots, positions, expected = fields_of(order)
+        assert isinstance(sent.request, wire.Store | wire.Retrieve)
+        row = self.rows[sent.request.row]
         num = len(slots) if num is None else num
         checksums, failed, lies = [], [], []
         for place, (slot, position) in enumerate(zip(slots[:num], positions, strict=False)):
             lies += [position] if is_lying(position) else []
             if isinstance(sent.request, wire.Store):
-                found = checksum(self._put(slot, sent.chunks[position]))
+                found = checksum(self._put(row, slot, sent.chunks[position]))
                 checksums.append(checksum(found) if lies[-1:] == [position] else found)
-            elif checksum(self._slot(slot)) != expected[place] or lies[-1:] == [position]:
+            elif checksum(self._slot(row, slot)) != expected[place] or lies[-1:] == [position]:
                 failed.append(place)
             else:
-                assert isinstance(sent.request, wire.Retrieve)
-                self._take(slot, sent.chunks[position], sent.request.num_skipped_blocks if position == 0 else 0)
+                self._take(row, slot, sent.chunks[position], sent.request.num_skipped_blocks if position == 0 else 0)
         self.answer(number, num, b"".join(checksums), failed)
         return lies
 
@@ -98,7 +99,8 @@ class CopyingEngine(SimulatedEngine):
         for order, sent in self.orders.values():
             if isinstance(sent.request, wire.Store):
                 for slot in fields_of(order)[0]:
-                    self.daemon.pool.bytes[slot : slot + self.map.nbytes] = GUARD
+                    nbytes = self.rows[sent.request.row].map.nbytes
+                    self.daemon.pool.bytes[slot : slot + nbytes] = GUARD
 
     def end_process(self) -> None:
         """Let the process end: nothing of it copies any more."""
@@ -121,15 +123,15 @@ class CopyingEngine(SimulatedEngine):
         if self.is_deaf:
             self.end()
 
-    def _slot(self, slot: int) -> bytes:
-        return self.daemon.pool.bytes[slot : slot + self.map.nbytes].tobytes()
+    def _slot(self, row: SimulatedRow, slot: int) -> bytes:
+        return self.daemon.pool.bytes[slot : slot + row.map.nbytes].tobytes()
 
-    def _put(self, slot: int, blocks: list[int]) -> bytes:
-        chunk = self.map.read(self.arrays, blocks)
-        self.daemon.pool.bytes[slot : slot + self.map.nbytes] = np.frombuffer(chunk, dtype=np.uint8)
+    def _put(self, row: SimulatedRow, slot: int, blocks: list[int]) -> bytes:
+        chunk = row.read(blocks)
+        self.daemon.pool.bytes[slot : slot + row.map.nbytes] = np.frombuffer(chunk, dtype=np.uint8)
         return chunk
 
-    def _take(self, slot: int, blocks: list[int], num_skipped_blocks: int) -> None:
-        old = np.frombuffer(self.map.read(self.arrays, blocks), dtype=np.uint8)
-        new = np.frombuffer(self._slot(slot), dtype=np.uint8)
-        self.map.write(self.arrays, blocks, np.where(self.map.position < num_skipped_blocks, old, new).tobytes())
+    def _take(self, row: SimulatedRow, slot: int, blocks: list[int], num_skipped_blocks: int) -> None:
+        old = np.frombuffer(row.read(blocks), dtype=np.uint8)
+        new = np.frombuffer(self._slot(row, slot), dtype=np.uint8)
+        row.write(blocks, np.where(row.map.position < num_skipped_blocks, old, new).tobytes())

@@ -9,8 +9,9 @@ import numpy as np
 from kvist.client.client import Client, Pending
 from kvist.model.handles import HOST, MemoryHandle
 from kvist.model.keys import Namespace, as_tokens, chain_digests, root_digest, split_digests
+from kvist.model.rows import Row, RowMemory, row_memory
 from kvist.wire import messages as wire
-from kvist.wire.describing import describe_group, describe_memory
+from kvist.wire.describing import describe_memory, describe_row
 from tests.support.layouts import ChunkMap, Laid, Shape, nhd
 from tests.support.memory import GUARD, SharedMemory, stamp
 
@@ -19,10 +20,18 @@ SMALL = nhd(Shape(num_layers=2, num_blocks=64, block_tokens=4, num_heads=2, row_
 """Chunks of two blocks and 4096 bytes; room for 32 of them."""
 
 
-def describe(laid: Laid, request_id: int, *, chunk_tokens: int, shard: int = 0, num_shards: int = 1) -> wire.Register:
-    """Return a layout as it travels."""
-    memory = describe_memory([MemoryHandle(HOST, nbytes) for nbytes in laid.memory_nbytes])
-    return wire.Register(request_id, shard, num_shards, chunk_tokens, memory, [describe_group(laid.group)])
+def describe(laid: Laid, request_id: int, *, chunk_tokens: int, shard: int = 0) -> wire.Register:
+    """Return a layout of one row as it travels, with any ``chunk_tokens``: that they fit is for the daemon to say."""
+    held = row_memory(Row(0, shard), laid.group, laid.group.block_tokens)
+    return describe_rows([held], laid.memory_nbytes, request_id, chunk_tokens=chunk_tokens)
+
+
+def describe_rows(
+    rows: Sequence[RowMemory], memory_nbytes: Sequence[int], request_id: int, *, chunk_tokens: int
+) -> wire.Register:
+    """Return rows in host memory as they travel."""
+    memory = describe_memory([MemoryHandle(HOST, nbytes) for nbytes in memory_nbytes])
+    return wire.Register(request_id, chunk_tokens, memory, [describe_row(held) for held in rows])
 
 
 def packed(chunks: Sequence[Sequence[int]]) -> bytes:

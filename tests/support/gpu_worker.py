@@ -27,8 +27,9 @@ from kvist.device.cuda.fences import SharedFence, StreamFences
 from kvist.errors import KvistError
 from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
+from kvist.model.rows import Row, row_memory
 from kvist.wire import messages as wire
-from kvist.wire.describing import describe_group, describe_memory
+from kvist.wire.describing import describe_memory, describe_row
 from tests.support.memory import stamp
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,7 +158,7 @@ class _Commands:
         planes = [
             LayerPlane(0, layer * num_blocks * page_nbytes, num_blocks, page_nbytes, page_nbytes) for layer in range(2)
         ]
-        group = LayerGroup(GroupKind.FULL, 16, tuple(planes), 0)
+        row = row_memory(Row(0, 0), LayerGroup(GroupKind.FULL, 16, tuple(planes), 0), 32)
         exported, _ = export_memory([(address, nbytes)])
         handle = exported[0].handle
         self._fence = SharedFence(lambda: int(self._stream))
@@ -167,13 +168,13 @@ class _Commands:
         fence = self._fence.handle if lane == "daemon" else b""
 
         def registrar(number: int) -> tuple[wire.Register, tuple[int, ...]]:
-            return wire.Register(number, 0, 1, 32, memory, [describe_group(group)], fence), ()
+            return wire.Register(number, 32, memory, [describe_row(row)], fence), ()
 
         client = Client(socket, engine_id=lane, name=f"gpu worker {os.getpid()}", deadline_s=60, registrar=registrar)
         if lane == "engine":
             device = handle.device
             self._requests: Any = EngineLane(
-                client, LaneMemory(group, [address], 2), lambda fd, size: CudaDevice(device, PoolFile(fd, size)),
+                client, LaneMemory([row], [address]), lambda fd, size: CudaDevice(device, PoolFile(fd, size)),
                 StreamFences(lambda: int(self._stream)),
             )  # fmt: skip
         else:

@@ -16,6 +16,7 @@ from kvist.client.client import Client, Pending
 from kvist.client.lane import EngineLane
 from kvist.client.pool import LaneMemory
 from kvist.model.handles import ENGINE
+from kvist.model.rows import Row, row_memory
 from kvist.model.transfer import Direction
 from kvist.wire import messages as wire
 from tests.support.copier import NBYTES, digests
@@ -27,6 +28,7 @@ from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
 BLOCKS_PER_CHUNK = 2
+ROWS = [row_memory(Row(0, 0), SMALL.group, NAMESPACE.chunk_tokens)]
 Chunks = list[list[int]]
 
 
@@ -84,7 +86,7 @@ class LaneEngine:
         self.client = Client(path, engine_id="engine", name="worker", deadline_s=deadline_s, registrar=self._register)
         """The lane's own: to look at only."""
         self._make_device = make_device
-        memory = LaneMemory(SMALL.group, [array.ctypes.data for array in self.memory], BLOCKS_PER_CHUNK)
+        memory = LaneMemory(ROWS, [array.ctypes.data for array in self.memory])
         self.lane = EngineLane(self.client, memory, self._new_device, self.fences)
 
     def __enter__(self) -> LaneEngine:

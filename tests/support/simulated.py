@@ -6,7 +6,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from kvist.device.host import HostDevice
 from kvist.errors import LayoutRefused, Overloaded
 from kvist.index.eviction import LeastRecentlyUsed
 from kvist.model.handles import MemoryHandle
+from kvist.model.rows import Row, row_memory
 from kvist.model.transfer import CopyPlan, Direction
 from kvist.server.lanes import Lane
 from kvist.server.runtime import Runtime
@@ -24,7 +25,7 @@ from kvist.server.sessions import Peer, Session
 from kvist.storage.slots import SlotAllocator
 from kvist.transfer.executor import Job
 from kvist.wire import messages as wire
-from tests.support.engine import describe
+from tests.support.engine import describe_rows
 from tests.support.layouts import ChunkMap, Laid
 from tests.support.memory import GUARD, SharedMemory
 
@@ -246,30 +247,63 @@ class Sent:
     job: Job | None = None
 
 
-class SimulatedEngine:
-    """One worker: a session, KV memory, and blocks that are ``GUARD`` from end to end unless a request has them."""
+class SimulatedRow:
+    """One row of a worker, in allocations of its own."""
 
-    def __init__(
-        self, daemon: SimulatedDaemon, laid: Laid, *, engine_id: str = "x", shard: int = 0, num_shards: int = 1,
-        chunk_tokens: int,
-    ) -> None:  # fmt: skip
-        self.daemon = daemon
-        daemon.engines.append(self)
-        self.laid = laid
-        self.engine_id = engine_id
-        self.shard = shard
-        self.num_shards = num_shards
-        self.blocks_per_chunk = chunk_tokens // laid.group.block_tokens
+    def __init__(self, row: Row, laid: Laid, *, chunk_tokens: int, first_memory: int) -> None:
+        planes = tuple(replace(plane, memory=plane.memory + first_memory) for plane in laid.group.planes)
+        self.held = row_memory(row, replace(laid.group, planes=planes), chunk_tokens)
+        """As registered."""
+        self.row = row
+        self.blocks_per_chunk = self.held.blocks_per_chunk
         self.map = ChunkMap(laid, self.blocks_per_chunk)
         self.memory = [SharedMemory(nbytes, name="kvist-engine") for nbytes in laid.memory_nbytes]
         for memory in self.memory:
             memory.bytes[:] = GUARD
         self.free_blocks = list(range(laid.group.num_blocks))
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [memory.bytes for memory in self.memory]
+
+    def write(self, blocks: Sequence[int], chunk: bytes) -> None:
+        """Put a chunk's canonical bytes into blocks."""
+        self.map.write(self.arrays, blocks, chunk)
+
+    def read(self, blocks: Sequence[int]) -> bytes:
+        """Return the canonical bytes that lie in blocks."""
+        return self.map.read(self.arrays, blocks)
+
+
+class SimulatedEngine:
+    """One worker: a session, KV memory, and blocks that are ``GUARD`` from end to end unless a request has them.
+
+    It has one row, ``shard`` of group 0, or ``more`` behind that. What is said of blocks without a row is said of the
+    first.
+    """
+
+    def __init__(
+        self, daemon: SimulatedDaemon, laid: Laid, *, engine_id: str = "x", name: str = "worker", shard: int = 0,
+        more: Sequence[tuple[Row, Laid]] = (), chunk_tokens: int,
+    ) -> None:  # fmt: skip
+        self.daemon = daemon
+        daemon.engines.append(self)
+        self.engine_id = engine_id
+        self.name = name
+        self.shard = shard
+        self.rows: list[SimulatedRow] = []
+        for row, laid_here in [(Row(0, shard), laid), *more]:
+            num_memory = sum(len(known.memory) for known in self.rows)
+            self.rows.append(SimulatedRow(row, laid_here, chunk_tokens=chunk_tokens, first_memory=num_memory))
+        self.blocks_per_chunk, self.map, self.free_blocks = (
+            self.rows[0].blocks_per_chunk, self.rows[0].map, self.rows[0].free_blocks,
+        )  # fmt: skip
+        self.memory = [memory for row in self.rows for memory in row.memory]
         self.sent: dict[int, Sent] = {}
         self.replies: list[tuple[Sent, wire.Reply]] = []
         self.is_closed = False
         self._ids = itertools.count(1)
-        hello = wire.Hello(0, wire.MAGIC, wire.PROTOCOL_VERSION, engine_id, f"shard {shard}")
+        hello = wire.Hello(0, wire.MAGIC, wire.PROTOCOL_VERSION, engine_id, name)
         self.session: Session = daemon.service.open_session(Peer(os.getpid(), os.getuid()), hello, self._receive)
         self._chunk_tokens = chunk_tokens
 
@@ -279,9 +313,8 @@ class SimulatedEngine:
 
     def registration(self, request_id: int) -> wire.Register:
         """Return this engine's description of its memory."""
-        return describe(
-            self.laid, request_id, chunk_tokens=self._chunk_tokens, shard=self.shard, num_shards=self.num_shards
-        )
+        nbytes = [memory.nbytes for memory in self.memory]
+        return describe_rows([row.held for row in self.rows], nbytes, request_id, chunk_tokens=self._chunk_tokens)
 
     def register(self, *ahead: int) -> Sent:
         """Hand the memory over: so many descriptors in each of the batches that go ahead, the rest at last."""
@@ -314,16 +347,18 @@ class SimulatedEngine:
         self.daemon.settle()
         return next(reply for answered, reply in self.replies if answered is sent)
 
-    def take_chunks(self, num: int) -> list[list[int]]:
+    def take_chunks(self, num: int, row: int = 0) -> list[list[int]]:
         """Take blocks for ``num`` chunks; fewer chunks if there are not so many."""
-        num = min(num, len(self.free_blocks) // self.blocks_per_chunk)
-        return [[self.free_blocks.pop() for _ in range(self.blocks_per_chunk)] for _ in range(num)]
+        free, blocks_per_chunk = self.rows[row].free_blocks, self.rows[row].blocks_per_chunk
+        num = min(num, len(free) // blocks_per_chunk)
+        return [[free.pop() for _ in range(blocks_per_chunk)] for _ in range(num)]
 
-    def give_back(self, chunks: list[list[int]]) -> None:
+    def give_back(self, chunks: list[list[int]], row: int = 0) -> None:
         """Fill blocks with ``GUARD`` and call them free."""
+        there = self.rows[row]
         for blocks in chunks:
-            self.map.write(self.arrays, blocks, bytes([GUARD]) * self.map.nbytes)
-            self.free_blocks += blocks
+            there.write(blocks, bytes([GUARD]) * there.map.nbytes)
+            there.free_blocks += blocks
 
     def end(self) -> None:
         """Lose the connection, as when the process dies."""

@@ -258,15 +258,15 @@ class EngineLane:
             task.job = job
 
     def _plan(self, task: _Task, order: wire.CopyOrder, pool_nbytes: int) -> Job:
-        request, memory = task.request, self._memory
+        request = task.request
         assert isinstance(request, wire.Retrieve | wire.Store), request
-        num_chunks = len(request.block_ids) // (4 * memory.blocks_per_chunk)
+        held = self._memory.rows[request.row]  # The daemon has not ordered a copy of a row that there is not.
+        num_chunks = len(request.block_ids) // (4 * held.blocks_per_chunk)
         block_ids = parse_block_ids(
-            request.block_ids, memory.group, num_chunks=num_chunks, blocks_per_chunk=memory.blocks_per_chunk
+            request.block_ids, held.group, num_chunks=num_chunks, blocks_per_chunk=held.blocks_per_chunk
         )
         slots = np.frombuffer(order.slots, dtype="<i8").astype(np.int64)
-        chunk_nbytes = memory.group.block_nbytes * memory.blocks_per_chunk
-        if slots.size and not 0 <= slots.min() <= slots.max() <= pool_nbytes - chunk_nbytes:
+        if slots.size and not 0 <= slots.min() <= slots.max() <= pool_nbytes - held.chunk_nbytes:
             raise LayoutError(f"slots [{slots.min()}, {slots.max()}] outside a pool of {pool_nbytes} bytes")
         positions = np.frombuffer(order.positions, dtype="<i4")
         if positions.size and not 0 <= positions.min() <= positions.max() < num_chunks:
@@ -278,14 +278,14 @@ class EngineLane:
                 f"{slots.size} slots for {positions.size} chunks, with {len(order.checksums)} bytes of checksums"
             )
         plan = plan_copy(
-            Direction.SCATTER if is_load else Direction.GATHER, memory.group, block_ids[positions], slots,
+            Direction.SCATTER if is_load else Direction.GATHER, held.group, block_ids[positions], slots,
             num_skipped_blocks=request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0,
         )  # fmt: skip
         deadline = None
         if isinstance(request, wire.Retrieve) and request.deadline_ms:
             deadline = task.outer.sent_at + request.deadline_ms / 1e3
         return Job(
-            plan, memory.bases, on_done=lambda job: self._copied_by_device(task, job), deadline=deadline,
+            plan, self._memory.bases, on_done=lambda job: self._copied_by_device(task, job), deadline=deadline,
             positions=positions.tolist(), fence=task.fence,
             checksums=split_checksums(order.checksums),
         )  # fmt: skip
@@ -293,7 +293,7 @@ class EngineLane:
     def _copied_by_device(self, task: _Task, job: Job) -> None:
         """Run on the device's thread when a copy has landed: the engine need not wait for the daemon to hear of it."""
         if isinstance(task.request, wire.Retrieve):
-            num_chunks = len(task.request.block_ids) // (4 * self._memory.blocks_per_chunk)
+            num_chunks = len(task.request.block_ids) // (4 * self._memory.rows[task.request.row].blocks_per_chunk)
             right = set(job.positions[: job.num_done]) - {job.positions[chunk] for chunk in job.failed}
             failed = [] if len(right) == num_chunks else [chunk for chunk in range(num_chunks) if chunk not in right]
             task.outer.reply = wire.RetrieveReply(0, num_chunks, failed)

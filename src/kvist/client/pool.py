@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from kvist.device.base import Device
 from kvist.errors import LayoutError
-from kvist.model.layout import LayerGroup
+from kvist.model.rows import RowMemory
 from kvist.model.transfer import Direction
 from kvist.transfer.executor import Executor, Job
 from kvist.transfer.governor import Governor
@@ -38,10 +38,10 @@ class LaneDevice(Device, Protocol):
 class LaneMemory:
     """What this process copies from and to."""
 
-    group: LayerGroup
+    rows: Sequence[RowMemory]
+    """As registered: requests name them by their place here."""
     bases: Sequence[int]
-    """Address of each allocation that the group's planes name."""
-    blocks_per_chunk: int
+    """Address of each allocation that the rows' planes name."""
 
 
 MakeDevice = Callable[[int, int], LaneDevice]
@@ -74,7 +74,8 @@ class OpenPool:
             resources.callback(device.close)
             device.hold()
             if memory is not None:
-                device.prepare(memory.group, memory.blocks_per_chunk, memory.bases)
+                for held in memory.rows:
+                    device.prepare(held.group, held.blocks_per_chunk, memory.bases)
             self._executors: dict[Direction, Executor] = {}
             for direction in Direction:
                 spaced = governor if direction is Direction.GATHER else None

@@ -171,7 +171,7 @@ class Piece(NamedTuple):
     parts: list[Part]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def cut_into_pieces(group: LayerGroup, blocks_per_chunk: int) -> list[Piece]:
     """Cut a slot every ``_PIECE_NBYTES``, wherever its runs end: all layouts of the same bytes are checked alike."""
     pattern = chunk_pattern(group, blocks_per_chunk)

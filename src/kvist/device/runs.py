@@ -39,7 +39,7 @@ class ChunkPattern:
         return offsets.astype(np.uint64) + bases[self.memory]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def chunk_pattern(group: LayerGroup, blocks_per_chunk: int) -> ChunkPattern:
     """Spell out a chunk's runs in canonical order, neighbours of one block joined."""
     columns: list[list[Int64s]] = [[], [], [], [], []]

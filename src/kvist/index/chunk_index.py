@@ -4,7 +4,8 @@ The laws, held by ``check_invariants`` after every step of a simulation:
 
 * A chunk is absent, reserved (being written) or sealed (readable, immutable). Only ``seal`` publishes.
 * The index is closed under prefixes: a chunk's parent is in the index for as long as the chunk is. Evictions take
-  leaves; when a chunk must go at once, everything below it goes too.
+  leaves; when a chunk must go at once, everything below it goes too. A chunk that is of use without those before it has
+  no parent.
 * A slot returns to the pool exactly once, and never while its chunk is reserved or pinned. A chunk that was dropped
   under a pin is *doomed*: out of the catalogue, its slot freed with the last pin.
 """
@@ -102,6 +103,11 @@ class ChunkIndex:
                 break
             found.append(chunk)
         return found
+
+    def find_sealed(self, keys: Sequence[ChunkKey]) -> list[Chunk | None]:
+        """Return the sealed chunk of each key, None where there is none."""
+        found = map(self._chunks.get, keys)
+        return [chunk if chunk is not None and chunk.state is ChunkState.SEALED else None for chunk in found]
 
     def touch(self, chunks: Iterable[Chunk]) -> None:
         """Record one use of a whole prefix."""

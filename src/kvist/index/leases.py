@@ -1,4 +1,4 @@
-"""Pins that outlive one request: granted by lookup, claimed by each shard's retrieve, dropped by any way out.
+"""Pins that outlive one request: granted by lookup, claimed by each row's retrieve, dropped by any way out.
 
 The law: a chunk is pinned for as long as a lease holds it or a copy reads it, and not a moment longer, in whatever
 order leases are granted, claimed, landed, released, expired and their sessions closed. Every way out runs ``_drop``,
@@ -9,28 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from kvist.errors import ForeignLease, LeaseClaimed, UnknownLease
 from kvist.index.chunk_index import Chunk, ChunkIndex
+from kvist.model.rows import Row
 
 LeaseId = NewType("LeaseId", bytes)
 SessionId = NewType("SessionId", int)
 
-Row = tuple[int, int]
-"""(group, shard)"""
+
+class Held(NamedTuple):
+    """What a lease holds of one row: the chunks that its group needs, by their place in the prefix."""
+
+    first_chunk: int
+    chunks: Sequence[Chunk]
+
+    @property
+    def end(self) -> int:
+        """Number of the chunk behind the last."""
+        return self.first_chunk + len(self.chunks)
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pins on the first chunks of one prefix, on every group and shard. Only ``LeaseTable`` writes to it."""
+    """Pins on what one prefix needs of every row. Only ``LeaseTable`` writes to it."""
 
     id: LeaseId
     session: SessionId
     engine_id: str
-    rows: Mapping[Row, Sequence[Chunk]]
+    rows: Mapping[Row, Held]
     deadline: float
-    claims_left: set[int]
+    claims_left: dict[Row, int]
+    """Readers that each row still waits for, none of which is 0."""
     num_reading: int = 0
     is_over: bool = field(default=False)
 
@@ -49,36 +60,43 @@ class LeaseTable:
         """Return how many leases hold pins, those that only wait for their copies included."""
         return len(self._leases) + self._num_lingering
 
-    def grant(self, rows: Mapping[Row, Sequence[Chunk]], *, session: SessionId, engine_id: str, now: float) -> Lease:
-        """Pin the sealed chunks of ``rows`` until ``now + ttl_s``."""
-        for chunks in rows.values():
-            for chunk in chunks:
+    def grant(
+        self, rows: Mapping[Row, Held], *, session: SessionId, engine_id: str, now: float, num_readers: int = 1
+    ) -> Lease:
+        """Pin the sealed chunks of ``rows`` until ``now + ttl_s``, or until each was read ``num_readers`` times.
+
+        A row that holds nothing has nothing to claim.
+        """
+        for held in rows.values():
+            for chunk in held.chunks:
                 self._index.pin(chunk)
-        shards = {shard for _, shard in rows}
-        lease = Lease(LeaseId(self._new_id()), session, engine_id, rows, now + self._ttl_s, shards)
+        claims = {row: num_readers for row, held in rows.items() if held.chunks}
+        lease = Lease(LeaseId(self._new_id()), session, engine_id, rows, now + self._ttl_s, claims)
         self._leases[lease.id] = lease
         return lease
 
-    def find(self, lease_id: LeaseId, *, engine_id: str, shard: int) -> Lease:
-        """Return a lease that ``shard`` of engine ``engine_id`` may claim.
+    def find(self, lease_id: LeaseId, *, engine_id: str, row: Row) -> Lease:
+        """Return a lease of which a worker of engine ``engine_id`` may claim ``row``.
 
         Raises:
             UnknownLease: expired, released, or never granted.
             ForeignLease: granted to another engine.
-            LeaseClaimed: this shard has had its share, or has none.
+            LeaseClaimed: this row was read by all who may, or the lease holds nothing of it.
         """
         lease = self._leases.get(lease_id)
         if lease is None:
             raise UnknownLease(f"lease {lease_id.hex()} has expired, was released, or was never granted")
         if lease.engine_id != engine_id:
             raise ForeignLease(f"lease {lease_id.hex()} belongs to engine {lease.engine_id!r}, not to {engine_id!r}")
-        if shard not in lease.claims_left:
-            raise LeaseClaimed(f"lease {lease_id.hex()}: shard {shard} has no claim left")
+        if row not in lease.claims_left:
+            raise LeaseClaimed(f"lease {lease_id.hex()}: {row} has no claim left")
         return lease
 
-    def claim(self, lease: Lease, *, shard: int) -> None:
-        """Spend one shard's share of a found lease. ``land`` must follow when its copy is over."""
-        lease.claims_left.remove(shard)
+    def claim(self, lease: Lease, *, row: Row) -> None:
+        """Spend one claim on a row of a found lease. ``land`` must follow when its copy is over."""
+        lease.claims_left[row] -= 1
+        if not lease.claims_left[row]:
+            del lease.claims_left[row]
         lease.num_reading += 1
 
     def land(self, lease: Lease) -> None:
@@ -117,6 +135,6 @@ class LeaseTable:
     def _drop(self, lease: Lease) -> None:
         if lease.num_reading:
             return
-        for chunks in lease.rows.values():
-            for chunk in chunks:
+        for held in lease.rows.values():
+            for chunk in held.chunks:
                 self._index.unpin(chunk)

@@ -1,34 +1,94 @@
 """Which prefix a set of present chunks can serve.
 
-The law: a prefix is servable only if *every* layer group on *every* shard can go on from its end. Full groups need
-all chunks of it; other kinds are refused by name until they are served.
+The law: a prefix is servable only if *every* layer group on *every* shard can go on from its end. What a group needs
+for that depends on its kind: all chunks before the end, the last ones, those of the attention chunk that the end lies
+in, or exactly the last one. A hole where nothing is needed is no obstacle, so the answer is the longest such prefix,
+and not the first gap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvist.errors import LayoutError
-from kvist.model.layout import GroupKind, LayerGroup
+from kvist.model.layout import GroupKind, Int64s, LayerGroup
+
+_Length = TypeVar("_Length", int, Int64s)
+
+Presence = npt.NDArray[np.bool_]
 
 
-def check_kinds(groups: Sequence[LayerGroup]) -> None:
-    """Refuse what cannot be served.
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What one layer group needs of a prefix in order to go on from its end, in chunks."""
 
-    Raises:
-        LayoutError: names the group and its kind.
-    """
-    for number, group in enumerate(groups):
-        if group.kind is not GroupKind.FULL:
+    kind: GroupKind
+    span: int | None = None
+    """Of ``WINDOW``: how many of the last chunks; of ``CHUNKED``: chunks of one attention chunk."""
+
+    def __post_init__(self) -> None:
+        has_span = self.kind in (GroupKind.WINDOW, GroupKind.CHUNKED)
+        if (self.span is not None) is not has_span or (self.span is not None and self.span < 1):
             raise LayoutError(
-                f"layer group {number} is of kind {group.kind.value!r}; only groups of kind "
-                f"{GroupKind.FULL.value!r} are served"
+                f"a group of kind {self.kind.value!r} that needs a span of {self.span} chunks; groups of kind 'window' "
+                f"and 'chunked' have one of 1 or more, the others have none"
             )
 
 
-def servable_chunks(num_leading: Sequence[int]) -> int:
+def need_of(group: LayerGroup, chunk_tokens: int) -> Need:
+    """Return what a group needs in chunks of ``chunk_tokens``.
+
+    Raises:
+        LayoutError: attention chunks do not end where chunks do.
+    """
+    if group.window is None:
+        return Need(group.kind)
+    span = -(-group.window // chunk_tokens)
+    if group.kind is GroupKind.CHUNKED and group.window % chunk_tokens and chunk_tokens % group.window:
+        raise LayoutError(
+            f"attention chunks of {group.window} tokens do not end where chunks of {chunk_tokens} do; set chunk_tokens "
+            f"to a divisor or a multiple of {group.window}"
+        )
+    return Need(group.kind, span)
+
+
+def first_needed(need: Need, num_chunks: int) -> int:
+    """Return where the chunks begin that are needed of a prefix of ``num_chunks``; they end with it."""
+    return max(0, _start(need, num_chunks))
+
+
+def servable_chunks(needs: Sequence[Need], presence: Presence) -> int:
     """Return the longest prefix, in chunks, that all rows can serve.
 
-    ``num_leading`` has one entry per (group, shard): how many chunks are present there before the first gap.
+    ``presence`` has the shape ``[len(needs), num_shards, num_chunks]``: which chunks are there. Costs a few
+    operations on arrays of ``num_chunks`` for each group.
     """
-    return min(num_leading, default=0)
+    assert presence.ndim == 3
+    assert len(presence) == len(needs)
+    num_chunks = presence.shape[2]
+    lengths = np.arange(num_chunks + 1, dtype=np.int64)
+    is_servable = np.ones(num_chunks + 1, dtype=np.bool_)
+    for need, shards in zip(needs, presence, strict=True):
+        is_there = shards.all(axis=0)
+        # For each length: the last chunk before its end that is missing, -1 where none is.
+        last_missing = np.full(num_chunks + 1, -1, dtype=np.int64)
+        np.maximum.accumulate(np.where(is_there, -1, lengths[:-1]), out=last_missing[1:])
+        is_servable &= (last_missing < 0) | (last_missing < _start(need, lengths))
+    return int(np.flatnonzero(is_servable)[-1]) if len(needs) else 0
+
+
+def _start(need: Need, length: _Length) -> _Length:
+    """Return where the needed chunks begin, or a number below zero where they are all."""
+    match need.kind:
+        case GroupKind.FULL:
+            return length * 0
+        case GroupKind.WINDOW | GroupKind.RECURRENT:
+            return length - (need.span or 1)
+        case GroupKind.CHUNKED:
+            assert need.span is not None
+            return length - length % need.span

@@ -10,7 +10,8 @@ understands is the same formula with one row as long as the page. Everything is 
 address of an accepted layout leaves its memory, and no two rows share a byte. After that, ``row_offsets`` is the only
 question that anybody asks.
 
-A chunk's *canonical* order is ``[layer][kv][block][token][head]``, rows one behind another, whatever the strides.
+A chunk's *canonical* order is ``[layer][kv][block][token][head]``, rows one behind another, whatever the strides. Its
+blocks are those that its group needs in order to go on: all of them, or the last ones only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -40,6 +41,9 @@ class GroupKind(enum.Enum):
     """The current attention chunk only."""
     RECURRENT = "recurrent"
     """One state, taken exactly at its end."""
+
+
+_KINDS_WITH_WINDOW = (GroupKind.WINDOW, GroupKind.CHUNKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,8 @@ class LayerGroup:
     planes: tuple[LayerPlane, ...]
     null_block: int | None = None
     """A block id that stands for "no block" and is never read or written."""
+    window: int | None = None
+    """Tokens that a ``WINDOW`` group looks back, or tokens of one attention chunk of a ``CHUNKED`` group."""
     block_nbytes: int = field(init=False, compare=False)
     """Payload bytes of one block over all layers."""
     _hash: int = field(init=False, compare=False, repr=False)
@@ -141,12 +147,24 @@ class LayerGroup:
     def __post_init__(self) -> None:
         if self.block_tokens <= 0 or not self.planes:
             raise LayoutError(f"a group needs layers and a block of 1 token or more, not {self.block_tokens}")
+        has_window = self.window is not None and self.window > 0
+        if has_window is not (self.kind in _KINDS_WITH_WINDOW) or (self.window is not None and not has_window):
+            raise LayoutError(
+                f"a group of kind {self.kind.value!r} with a window of {self.window} tokens; groups of kind 'window' "
+                f"and 'chunked' have one of 1 token or more, the others have none"
+            )
         counts = {plane.num_blocks for plane in self.planes}
         if len(counts) > 1:
             raise LayoutError(f"layers of one group have different numbers of blocks: {sorted(counts)}")
+        for num_slots in {plane.num_tokens for plane in self.planes}:
+            if self.block_tokens % num_slots:
+                raise LayoutError(
+                    f"a block of {self.block_tokens} tokens in {num_slots} slots, which must pack as many tokens each"
+                )
         _check_apart(self.planes)
         object.__setattr__(self, "block_nbytes", sum(plane.page_nbytes for plane in self.planes))
-        object.__setattr__(self, "_hash", hash((self.kind, self.block_tokens, self.planes, self.null_block)))
+        parts = (self.kind, self.block_tokens, self.planes, self.null_block, self.window)
+        object.__setattr__(self, "_hash", hash(parts))
 
     def __hash__(self) -> int:  # type: ignore[explicit-override] # ``typing.override`` came with Python 3.12
         return self._hash
@@ -162,7 +180,7 @@ class LayerGroup:
         return sum(plane.page_nbytes // plane.row_nbytes for plane in self.planes)
 
     def blocks_per_chunk(self, chunk_tokens: int) -> int:
-        """Return how many blocks a chunk is made of.
+        """Return how many of the engine's blocks a chunk covers.
 
         Raises:
             LayoutError: ``chunk_tokens`` is no multiple of the block.
@@ -175,15 +193,60 @@ class LayerGroup:
             )
         return blocks
 
+    def stored_blocks_per_chunk(self, chunk_tokens: int) -> int:
+        """Return how many of a chunk's blocks are kept: its last ones, as many as the group can need of it.
+
+        Raises:
+            LayoutError: ``chunk_tokens`` is no multiple of the block, or a window that is shorter than a chunk is none.
+        """
+        blocks = self.blocks_per_chunk(chunk_tokens)
+        if self.kind is GroupKind.RECURRENT:
+            return 1
+        if self.kind is not GroupKind.WINDOW or self.window is None or self.window >= chunk_tokens:
+            return blocks
+        stored, rest = divmod(self.window, self.block_tokens)
+        if rest:
+            raise LayoutError(
+                f"a window of {self.window} tokens in chunks of {chunk_tokens} is no multiple of the engine's block of "
+                f"{self.block_tokens} tokens; set chunk_tokens to at most {self.window}"
+            )
+        return stored
+
     def fingerprint(self, content: str) -> str:
         """Name the canonical order of this group's chunks; ``content`` says what a row holds.
 
-        Strides, offsets and block counts do not enter: engines that differ only in these share chunks.
+        Strides, offsets and block counts do not enter: engines that differ only in these share chunks. How many tokens
+        share a row does: an opaque page is a row that all tokens of its block share.
         """
-        rows = [f"{p.num_kv}x{p.num_heads}x{p.row_nbytes}" for p in self.planes]
-        opaque = "" if any(p.num_tokens > 1 for p in self.planes) else f"|page{self.block_tokens}"
-        text = f"{self.kind.value}|{content}{opaque}|{';'.join(rows)}"
+        rows = [f"{p.num_kv}x{p.num_heads}x{p.row_nbytes}/{self.block_tokens // p.num_tokens}" for p in self.planes]
+        window = "" if self.window is None else f" {self.window}"
+        text = f"{self.kind.value}{window}|{content}|{';'.join(rows)}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def slice_heads(group: LayerGroup, first: int, count: int) -> LayerGroup:
+    """Return a group over the same memory that has only the KV heads ``[first, first + count)``.
+
+    Its chunks are the same bytes as those of a worker that holds only these heads.
+
+    Raises:
+        LayoutError: heads are no step in this group's memory, or there are no such heads.
+    """
+    counts = {plane.num_heads for plane in group.planes}
+    if 1 in counts:
+        raise LayoutError(
+            f"heads [{first}, {first + count}) cannot be told apart from others: a layer's rows hold all heads, as in "
+            f"opaque pages and latent KV"
+        )
+    if len(counts) > 1:
+        raise LayoutError(f"layers with {sorted(counts)} heads in one group: a slice needs one number of heads")
+    (num_heads,) = counts
+    if not 0 <= first < first + count <= num_heads:
+        raise LayoutError(f"heads [{first}, {first + count}) of {num_heads}")
+    planes = tuple(
+        replace(plane, offset=plane.offset + first * plane.head_stride, num_heads=count) for plane in group.planes
+    )
+    return replace(group, planes=planes)
 
 
 @dataclass(frozen=True, slots=True)

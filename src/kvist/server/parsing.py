@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvist.errors import InvalidBlocks, KeyInvalid, LayoutError, LayoutRefused, Malformed
+from kvist.model.coverage import Need
 from kvist.model.handles import MemoryHandle
 from kvist.model.keys import DIGEST_NBYTES, Digest, split_digests
 from kvist.model.layout import GroupKind, Int64s, KVLayout, LayerGroup, LayerPlane
-from kvist.server.sessions import Registration
+from kvist.model.rows import ROWS_MAX, Row, RowMemory, row_memory
 from kvist.transfer.plan import parse_block_ids
 from kvist.wire import messages as wire
 
 _KINDS = {kind.value: kind for kind in GroupKind}
 _INT64_MAX = 2**63 - 1
-ROWS_MAX: Final = 4096
-"""Most (group, shard) pairs in one lookup, and most shards of one engine."""
 _KEYS_MAX: Final = 1 << 20
 """Most keys in one lookup: its digests, on every group and shard."""
 
@@ -36,21 +36,27 @@ def parse_digests(packed: bytes) -> list[Digest]:
         raise Malformed(str(error)) from error
 
 
-def check_lookup(request: wire.Lookup, num_digests: int) -> None:
-    """Refuse a lookup whose answer would keep the loop from everybody else.
+def parse_needs(request: wire.Lookup, num_digests: int) -> list[Need]:
+    """Read what a lookup's layer groups need; refuse one whose answer would keep the loop from everybody else.
 
     Raises:
-        Malformed: no groups or shards, or too many.
+        Malformed: no groups, shards or readers, or too many; a need that contradicts itself.
     """
-    num_rows = request.num_shards * request.num_groups
-    if min(request.num_shards, request.num_groups) < 1 or num_rows > ROWS_MAX or num_rows * num_digests > _KEYS_MAX:
+    num_groups, num_rows = len(request.needs), request.num_shards * len(request.needs)
+    if min(request.num_shards, num_groups) < 1 or num_rows > ROWS_MAX or num_rows * num_digests > _KEYS_MAX:
         raise Malformed(
-            f"{num_digests} digests in {request.num_groups} groups on {request.num_shards} shards; at most {ROWS_MAX} "
-            f"groups times shards, and {_KEYS_MAX} keys in all"
+            f"{num_digests} digests in {num_groups} groups on {request.num_shards} shards; at most {ROWS_MAX} groups "
+            f"times shards, and {_KEYS_MAX} keys in all"
         )
+    if not 1 <= request.num_readers <= ROWS_MAX:
+        raise Malformed(f"{request.num_readers} readers of each row; at least 1, and at most {ROWS_MAX}")
+    try:
+        return [Need(_parse_kind(need.kind), need.span) for need in request.needs]
+    except LayoutError as error:
+        raise Malformed(str(error)) from error
 
 
-def parse_blocks(packed: bytes, registration: Registration, num_chunks: int) -> Int64s:
+def parse_blocks(packed: bytes, held: RowMemory, num_chunks: int) -> Int64s:
     """Read the block ids of so many chunks, a row a chunk.
 
     Raises:
@@ -58,16 +64,14 @@ def parse_blocks(packed: bytes, registration: Registration, num_chunks: int) -> 
     """
     if len(packed) > wire.BLOCKS_MAX * 4:
         raise InvalidBlocks(f"{len(packed) // 4} block ids are over the limit of {wire.BLOCKS_MAX}")
-    return parse_block_ids(
-        packed, registration.group, num_chunks=num_chunks, blocks_per_chunk=registration.blocks_per_chunk
-    )
+    return parse_block_ids(packed, held.group, num_chunks=num_chunks, blocks_per_chunk=held.blocks_per_chunk)
 
 
-def parse_layout(request: wire.Register) -> tuple[KVLayout, tuple[MemoryHandle, ...]]:
-    """Read what a worker says of its memory.
+def parse_layout(request: wire.Register) -> tuple[tuple[RowMemory, ...], tuple[MemoryHandle, ...]]:
+    """Read what a worker says of its memory, and of the rows that it holds there.
 
     Raises:
-        LayoutRefused: it contradicts itself, leaves the memory, or overlaps.
+        LayoutRefused: it contradicts itself, leaves the memory, or overlaps; a row comes twice.
     """
     num_planes = sum(len(group.planes) for group in request.groups)
     if num_planes > wire.PLANES_MAX or len(request.memory) > wire.PLANES_MAX:
@@ -78,16 +82,27 @@ def parse_layout(request: wire.Register) -> tuple[KVLayout, tuple[MemoryHandle, 
             for spec in request.memory
         )
         layout = KVLayout(tuple(handle.nbytes for handle in handles), tuple(map(_parse_group, request.groups)))
+        rows = tuple(
+            row_memory(Row(spec.group, spec.shard), group, request.chunk_tokens)
+            for spec, group in zip(request.groups, layout.groups, strict=True)
+        )
     except LayoutError as error:
         raise LayoutRefused(str(error)) from error
     if any(nbytes > _INT64_MAX for nbytes in layout.memory_nbytes):
         raise LayoutRefused(f"allocations of {layout.memory_nbytes} bytes")
-    return layout, handles
+    row, num_times = Counter(held.row for held in rows).most_common(1)[0]
+    if num_times > 1:
+        raise LayoutRefused(f"{row} appears {num_times} times in one registration")
+    return rows, handles
+
+
+def _parse_kind(kind: str) -> GroupKind:
+    if kind not in _KINDS:
+        raise LayoutError(f"unknown kind of layer group {kind!r}; known kinds: {sorted(_KINDS)}")
+    return _KINDS[kind]
 
 
 def _parse_group(spec: wire.GroupSpec) -> LayerGroup:
-    if spec.kind not in _KINDS:
-        raise LayoutError(f"unknown kind of layer group {spec.kind!r}; known kinds: {sorted(_KINDS)}")
     planes = tuple(
         LayerPlane(
             memory=plane.memory, offset=plane.offset, num_blocks=plane.num_blocks, block_stride=plane.block_stride,
@@ -96,7 +111,7 @@ def _parse_group(spec: wire.GroupSpec) -> LayerGroup:
         )
         for plane in spec.planes
     )  # fmt: skip
-    return LayerGroup(_KINDS[spec.kind], spec.block_tokens, planes, spec.null_block)
+    return LayerGroup(_parse_kind(spec.kind), spec.block_tokens, planes, spec.null_block, spec.window)
 
 
 def duplicate_all(fds: Sequence[int]) -> list[int]:

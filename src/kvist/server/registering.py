@@ -14,12 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvist.errors import AlreadyRegistered, LayoutError, LayoutRefused, Malformed
-from kvist.model.coverage import check_kinds
 from kvist.model.handles import ENGINE, MemoryHandle
-from kvist.model.layout import KVLayout
+from kvist.model.rows import RowMemory
 from kvist.server.engine_lane import EngineLane
 from kvist.server.lanes import Lane
-from kvist.server.parsing import ROWS_MAX, close_all, duplicate_all, parse_layout
+from kvist.server.parsing import close_all, duplicate_all, parse_layout
 from kvist.server.runtime import Runtime
 from kvist.server.sessions import Registration, Session
 from kvist.storage.slots import SlotAllocator
@@ -81,11 +80,11 @@ class Registrar:
         Raises:
             AlreadyRegistered: the session has memory registered, or is about to.
             LayoutRefused: the layout contradicts itself or its memory, or is not served.
-            Malformed: descriptors are missing or too many, or there is no such shard.
+            Malformed: descriptors are missing or too many.
             OSError: this process has no room for duplicates of ``fds``.
         """
         _check_is_new(session)
-        layout, handles = parse_layout(request)
+        rows, handles = parse_layout(request)
         lanes = {handle.lane for handle in handles}
         if len(lanes) != 1:
             raise LayoutRefused(f"memory on {sorted(lanes)}; one worker's memory lies on one device")
@@ -94,9 +93,9 @@ class Registrar:
         num_come = len(session.kept_fds) + len(fds)
         if num_come != num_fds:
             raise Malformed(f"{len(handles)} allocations with {num_fds} file descriptors, and {num_come} have come")
-        if not 0 <= request.shard < request.num_shards <= ROWS_MAX:
-            raise Malformed(f"shard {request.shard} of {request.num_shards}; at most {ROWS_MAX}")
-        opening = _Opening(layout, handles, self._check_chunks(layout, request.chunk_tokens))
+        for held in rows:
+            self._check_chunks(held)
+        opening = _Opening(rows, handles)
         if lane is None:
             self._register_engine(session, request, opening)
         else:
@@ -124,38 +123,32 @@ class Registrar:
         if len(fds) > FDS_MAX:
             self._runtime.post(lambda: self._close_in_turns(fds[FDS_MAX:]))
 
-    def _check_chunks(self, layout: KVLayout, chunk_tokens: int) -> int:
-        """Return how many blocks a chunk has; refuse chunks that are not served."""
+    def _check_chunks(self, held: RowMemory) -> None:
+        """Refuse chunks that are not served."""
         try:
-            check_kinds(layout.groups)
-            if len(layout.groups) > 1:
-                raise LayoutError(f"{len(layout.groups)} layer groups; only models with one are served")
-            group = layout.groups[0]
-            blocks_per_chunk = group.blocks_per_chunk(chunk_tokens)
-            self._slots.check_fits(group.block_nbytes * blocks_per_chunk)
-            num_rows = group.num_rows * blocks_per_chunk
-            if group.block_nbytes > _BLOCK_NBYTES_MAX:
-                raise LayoutError(f"a block of {group.block_nbytes} bytes; at most {_BLOCK_NBYTES_MAX}")
-            if num_rows > _CHUNK_ROWS_MAX:
-                raise LayoutError(f"a chunk of {num_rows} rows is over the limit of {_CHUNK_ROWS_MAX}")
+            self._slots.check_fits(held.chunk_nbytes)
         except LayoutError as error:
             raise LayoutRefused(str(error)) from error
-        return blocks_per_chunk
+        num_runs = held.group.num_rows * held.blocks_per_chunk
+        if held.group.block_nbytes > _BLOCK_NBYTES_MAX:
+            raise LayoutRefused(f"a block of {held.group.block_nbytes} bytes; at most {_BLOCK_NBYTES_MAX}")
+        if num_runs > _CHUNK_ROWS_MAX:
+            raise LayoutRefused(f"a chunk of {num_runs} rows is over the limit of {_CHUNK_ROWS_MAX}")
 
     def _register_engine(self, session: Session, request: wire.Register, opening: _Opening) -> None:
         """Let an engine copy for itself: it gets the pool, and the daemon its word."""
         if self._runtime.pool_fd is None:
             raise LayoutRefused(
-                f"shard {request.shard} wants to copy for itself, and this daemon gives no engine its pool "
-                f"(--isolate); use the daemon lane"
+                f"the worker of {opening.rows[0].row} wants to copy for itself, and this daemon gives no engine its "
+                f"pool (--isolate); use the daemon lane"
             )
         process = self._runtime.watch(session.peer.pid)
         lane = EngineLane(process, session.send, queue_max=self._orders_max)
-        registration = opening.registration(request.shard, (), lane, None)
+        registration = opening.registration((), lane, None)
         session.registration = registration
         _log_registered(session, registration)
         # Last, because a peer that is gone ends its session here.
-        reply = wire.Registered(request.id, registration.chunk_nbytes, self._pool_nbytes)
+        reply = wire.Registered(request.id, _chunk_nbytes(registration), self._pool_nbytes)
         session.send_with_fds(reply, [self._runtime.pool_fd])
 
     def _open_memory(
@@ -176,7 +169,8 @@ class Registrar:
                 for handle in opening.handles:
                     fds_of_handle = list(itertools.islice(left, handle.num_fds))
                     bases.append(lane.device.open_memory(handle, fds_of_handle))
-                lane.device.prepare(opening.layout.groups[0], opening.blocks_per_chunk, bases)
+                for held in opening.rows:
+                    lane.device.prepare(held.group, held.blocks_per_chunk, bases)
                 fence = lane.device.open_fence(request.fence) if request.fence else None
             except LayoutError as error:
                 refusal = LayoutRefused(str(error))
@@ -184,7 +178,7 @@ class Registrar:
                     lane.device.close_memory(base, handle.nbytes)
             finally:
                 close_all(own_fds)
-            found = refusal or opening.registration(request.shard, tuple(bases), lane, fence)
+            found = refusal or opening.registration(tuple(bases), lane, fence)
             self._runtime.post(lambda: self._opened(session, request.id, found))
 
         lane.loads.call(on_device_thread)
@@ -193,7 +187,7 @@ class Registrar:
         session.is_registering = False
         if isinstance(found, Registration):
             session.registration = found
-            session.answer(wire.Registered(request_id, found.chunk_nbytes))
+            session.answer(wire.Registered(request_id, _chunk_nbytes(found)))
             _log_registered(session, found)
         else:
             session.answer(wire.Error(request_id, found.code, str(found)))
@@ -204,14 +198,11 @@ class Registrar:
 class _Opening:
     """A registration that is checked and not mapped yet."""
 
-    layout: KVLayout
+    rows: tuple[RowMemory, ...]
     handles: tuple[MemoryHandle, ...]
-    blocks_per_chunk: int
 
-    def registration(
-        self, shard: int, bases: tuple[int, ...], lane: Lane | EngineLane, fence: object | None
-    ) -> Registration:
-        return Registration(shard, self.layout, 0, self.blocks_per_chunk, self.handles, bases, lane, fence)
+    def registration(self, bases: tuple[int, ...], lane: Lane | EngineLane, fence: object | None) -> Registration:
+        return Registration(self.rows, self.handles, bases, lane, fence)
 
 
 def _check_is_new(session: Session) -> None:
@@ -219,9 +210,13 @@ def _check_is_new(session: Session) -> None:
         raise AlreadyRegistered(f"session {session.id} has registered its KV memory; connect anew to do it again")
 
 
+def _chunk_nbytes(registration: Registration) -> list[int]:
+    return [held.chunk_nbytes for held in registration.rows]
+
+
 def _log_registered(session: Session, registration: Registration) -> None:
+    rows = [f"{group}:{shard}" for group, shard in (held.row for held in registration.rows)]
     logger.info(
-        "registered session=%d pid=%d shard=%d memory=%s blocks=%d chunk_nbytes=%d",
-        session.id, session.peer.pid, registration.shard, registration.handles[0].lane,
-        registration.group.num_blocks, registration.chunk_nbytes,
+        "registered session=%d pid=%d rows=%s memory=%s chunk_nbytes=%s",
+        session.id, session.peer.pid, ",".join(rows), registration.handles[0].lane, _chunk_nbytes(registration),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """Slots for the chunks of one store: what is there already, what gets a slot, what gets none, and why.
 
-The law: a chunk gets a slot only behind its parent; a slot is made free by evicting leaves, never the chain that the
-new chunk hangs on.
+The law: a chunk of a group that needs whole prefixes gets a slot only behind its parent; a slot is made free by
+evicting leaves, never the chain that the new chunk hangs on. Chunks of other groups stand alone: a hole before them is
+no obstacle.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 
 from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
 from kvist.model.keys import Digest, chunk_keys
+from kvist.model.layout import GroupKind
+from kvist.model.rows import RowMemory
 from kvist.storage.slots import SlotAllocator
 
 
@@ -25,15 +28,6 @@ class Reservation:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Whose chunks these are."""
-
-    group: int
-    shard: int
-    chunk_nbytes: int
-
-
 class Reserver:
     """Composes an index and its slots."""
 
@@ -41,25 +35,26 @@ class Reserver:
         self._index = index
         self._slots = slots
 
-    def reserve(self, place: Place, parent_digests: Sequence[Digest], digests: Sequence[Digest]) -> Reservation:
+    def reserve(self, held: RowMemory, parent_digests: Sequence[Digest], digests: Sequence[Digest]) -> Reservation:
         """Reserve a slot for every chunk that is not there yet, evicting as needed, until one cannot be had."""
-        parent_keys = chunk_keys(parent_digests, group=place.group, shard=place.shard)
+        is_chained, chunk_nbytes = held.group.kind is GroupKind.FULL, held.chunk_nbytes
+        parent_keys = chunk_keys(parent_digests, group=held.row.group, shard=held.row.shard)
         parent = self._index.get(parent_keys[0]) if parent_keys else None
         if parent_keys and parent is None:
             return Reservation([], 0, len(digests), "no parent")
         reserved: list[tuple[int, Chunk]] = []
         num_present = 0
-        for number, key in enumerate(chunk_keys(digests, group=place.group, shard=place.shard)):
+        for number, key in enumerate(chunk_keys(digests, group=held.row.group, shard=held.row.shard)):
             chunk = self._index.get(key)
             if chunk is not None:
                 num_present += 1
             else:
-                slot_offset = self._allocate(place.chunk_nbytes, below=parent)
+                slot_offset = self._allocate(chunk_nbytes, below=parent)
                 if slot_offset is None:
                     return Reservation(reserved, num_present, len(digests) - number, "pool full")
-                chunk = self._index.reserve(key, parent, slot_offset, place.chunk_nbytes)
+                chunk = self._index.reserve(key, parent, slot_offset, chunk_nbytes)
                 reserved.append((number, chunk))
-            parent = chunk
+            parent = chunk if is_chained else None
         return Reservation(reserved, num_present, 0, "")
 
     def _allocate(self, nbytes: int, *, below: Chunk | None) -> int | None:

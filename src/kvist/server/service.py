@@ -22,12 +22,13 @@ from kvist.errors import Draining, InvalidBlocks, LayoutRefused, Malformed, NotR
 from kvist.index.chunk_index import Chunk, ChunkIndex
 from kvist.index.eviction import EvictionPolicy
 from kvist.index.leases import Lease, LeaseId, LeaseTable, SessionId
-from kvist.model.coverage import servable_chunks
-from kvist.model.keys import chunk_keys
+from kvist.index.prefixes import find_prefix
+from kvist.model.layout import GroupKind
+from kvist.model.rows import RowMemory
 from kvist.model.transfer import CHECKSUM_NBYTES, Direction
-from kvist.server.parsing import check_lookup, parse_blocks, parse_digests
+from kvist.server.parsing import parse_blocks, parse_digests, parse_needs
 from kvist.server.registering import Registrar
-from kvist.server.reserving import Place, Reserver
+from kvist.server.reserving import Reserver
 from kvist.server.runtime import Runtime
 from kvist.server.sessions import Peer, Registration, Send, Session, num_registered
 from kvist.storage.slots import SlotAllocator
@@ -186,44 +187,35 @@ class CacheService:
     def _lookup(self, session: Session, request: wire.Lookup) -> wire.LookupReply:
         self._check_takes_work()
         digests = parse_digests(request.digests)
-        check_lookup(request, len(digests))
-        pairs = itertools.product(range(request.num_groups), range(request.num_shards))
-        rows = {
-            (group, shard): self._index.match(chunk_keys(digests, group=group, shard=shard)) for group, shard in pairs
-        }
-        num_chunks = servable_chunks([len(chunks) for chunks in rows.values()])
+        needs = parse_needs(request, len(digests))
+        num_chunks, rows = find_prefix(self._index, digests, needs, num_shards=request.num_shards)
         self._counters["lookups"] += 1
         self._counters["chunks_asked"] += len(digests)
         self._counters["chunks_found"] += num_chunks
         if not num_chunks:
             return wire.LookupReply(request.id, 0)
-        held = {row: chunks[:num_chunks] for row, chunks in rows.items()}
-        for chunks in held.values():
-            self._index.touch(chunks)
-        lease = self._leases.grant(held, session=session.id, engine_id=session.engine_id, now=self._runtime.clock())
+        for held in rows.values():
+            self._index.touch(held.chunks)
+        lease = self._leases.grant(
+            rows, session=session.id, engine_id=session.engine_id, now=self._runtime.clock(),
+            num_readers=request.num_readers,
+        )  # fmt: skip
         return wire.LookupReply(request.id, num_chunks, lease.id)
 
     def _retrieve(self, session: Session, request: wire.Retrieve) -> None:
         self._check_takes_work()
         registration = _registered(session)
-        lease = self._leases.find(LeaseId(request.lease), engine_id=session.engine_id, shard=registration.shard)
-        num_chunks = len(request.block_ids) // (4 * registration.blocks_per_chunk)
-        block_ids = parse_blocks(request.block_ids, registration, num_chunks)
-        row = lease.rows[registration.group_number, registration.shard]
-        chunks = row[request.first_chunk : request.first_chunk + num_chunks] if request.first_chunk >= 0 else []
-        if len(chunks) != num_chunks or not num_chunks:
-            raise InvalidBlocks(
-                f"chunks [{request.first_chunk}, {request.first_chunk + num_chunks}) of a lease on {len(row)} chunks"
-            )
-        chunk_nbytes = registration.chunk_nbytes
-        if any(chunk.nbytes != chunk_nbytes for chunk in chunks):
-            raise LayoutRefused(f"the lease holds chunks of another size than {chunk_nbytes} bytes")
+        held = registration.row(request.row)
+        lease = self._leases.find(LeaseId(request.lease), engine_id=session.engine_id, row=held.row)
+        num_chunks = len(request.block_ids) // (4 * held.blocks_per_chunk)
+        block_ids = parse_blocks(request.block_ids, held, num_chunks)
+        chunks = _leased_chunks(lease, held, request.first_chunk, num_chunks)
         if registration.orders is not None and any(len(chunk.checksum) != CHECKSUM_NBYTES for chunk in chunks):
             raise LayoutRefused(
                 f"the lease holds chunks with checksums of more than the {CHECKSUM_NBYTES} bytes of an order"
             )
         plan = plan_copy(
-            Direction.SCATTER, registration.group, block_ids, _slot_offsets(chunks),
+            Direction.SCATTER, held.group, block_ids, _slot_offsets(chunks),
             num_skipped_blocks=request.num_skipped_blocks,
         )  # fmt: skip
         if request.deadline_ms < 0:
@@ -235,7 +227,7 @@ class CacheService:
             on_done=lambda job: self._runtime.post(lambda: self._retrieved(session, job, lease, chunks)),
         )  # fmt: skip
         _check_takes_copy(registration, Direction.SCATTER, request.id)
-        self._leases.claim(lease, shard=registration.shard)
+        self._leases.claim(lease, row=held.row)
         self._submit(session, registration, job)
 
     def _retrieved(self, session: Session, job: Job, lease: Lease, chunks: Sequence[Chunk]) -> None:
@@ -247,29 +239,30 @@ class CacheService:
             self._index.drop(chunk)
         failed = sorted({*job.failed, *range(job.num_done, len(chunks))})
         self._counters["chunks_loaded"] += len(chunks) - len(failed)
+        self._counters[f"chunks_loaded_{job.plan.group.kind.value}"] += len(chunks) - len(failed)
         self._counters["bytes_loaded"] += (len(chunks) - len(failed)) * job.plan.chunk_nbytes
         self._landed(session, job, wire.RetrieveReply(job.request_id, len(chunks), failed))
 
     def _store(self, session: Session, request: wire.Store) -> wire.StoreReply | None:
         self._check_takes_work()
         registration = _registered(session)
+        held = registration.row(request.row)
         digests = parse_digests(request.digests)
-        block_ids = parse_blocks(request.block_ids, registration, len(digests))
+        block_ids = parse_blocks(request.block_ids, held, len(digests))
         parent_digests = parse_digests(request.parent)
-        if len(parent_digests) > 1:
-            raise Malformed(f"{len(parent_digests)} digests as one parent")
+        if len(parent_digests) > (held.group.kind is GroupKind.FULL):
+            raise Malformed(f"{len(parent_digests)} digests as the parent in a row of kind {held.group.kind.value!r}")
         fence = _fence(registration, is_fenced=request.is_fenced)
         _check_takes_copy(registration, Direction.GATHER, request.id)
-        place = Place(registration.group_number, registration.shard, registration.chunk_nbytes)
-        found = self._reserver.reserve(place, parent_digests, digests)
+        found = self._reserver.reserve(held, parent_digests, digests)
         reply = wire.StoreReply(request.id, len(found.reserved), found.num_present, found.num_refused, found.reason)
         if not found.reserved:
-            self._count_stored(reply, registration.chunk_nbytes)
+            self._count_stored(reply, held.chunk_nbytes)
             return reply
         numbers = [number for number, _ in found.reserved]
         chunks = [chunk for _, chunk in found.reserved]
         job = Job(
-            plan_copy(Direction.GATHER, registration.group, block_ids[numbers], _slot_offsets(chunks)),
+            plan_copy(Direction.GATHER, held.group, block_ids[numbers], _slot_offsets(chunks)),
             registration.bases, positions=numbers, request_id=request.id, fence=fence,
             on_done=lambda job: self._runtime.post(lambda: self._stored(session, reply, job, chunks)),
         )  # fmt: skip
@@ -364,8 +357,19 @@ def _registered(session: Session) -> Registration:
 
 def _fence(registration: Registration, *, is_fenced: bool) -> object | None:
     if is_fenced and registration.fence is None and registration.orders is None:
-        raise Malformed(f"shard {registration.shard} has registered no event to wait for")
+        raise Malformed(f"the worker of {registration.rows[0].row} has registered no event to wait for")
     return registration.fence if is_fenced else None
+
+
+def _leased_chunks(lease: Lease, held: RowMemory, first: int, num_chunks: int) -> Sequence[Chunk]:
+    """Return some chunks that a lease holds of a row, by their numbers in its prefix."""
+    leased, end = lease.rows[held.row], first + num_chunks
+    if not leased.first_chunk <= first < end <= leased.end:
+        raise InvalidBlocks(f"chunks [{first}, {end}) of a lease on [{leased.first_chunk}, {leased.end}) of {held.row}")
+    chunks = leased.chunks[first - leased.first_chunk : end - leased.first_chunk]
+    if any(chunk.nbytes != held.chunk_nbytes for chunk in chunks):
+        raise LayoutRefused(f"the lease holds chunks of another size than {held.chunk_nbytes} bytes")
+    return chunks
 
 
 def _check_takes_copy(registration: Registration, direction: Direction, request_id: int) -> None:

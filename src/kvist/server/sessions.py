@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvist.errors import Malformed
 from kvist.index.leases import SessionId
 from kvist.model.handles import MemoryHandle
-from kvist.model.layout import KVLayout, LayerGroup
+from kvist.model.rows import RowMemory
 from kvist.server.engine_lane import EngineLane
 from kvist.server.lanes import Lane
 from kvist.transfer.executor import Job
@@ -34,10 +35,7 @@ class Peer:
 class Registration:
     """One worker's KV memory, checked, and mapped where the daemon copies."""
 
-    shard: int
-    layout: KVLayout
-    group_number: int
-    blocks_per_chunk: int
+    rows: tuple[RowMemory, ...]
     handles: tuple[MemoryHandle, ...]
     bases: tuple[int, ...]
     """Address of each allocation in this process; none where the engine copies for itself."""
@@ -46,15 +44,15 @@ class Registration:
     fence: object | None = None
     """The engine's event, as the device has opened it."""
 
-    @property
-    def group(self) -> LayerGroup:
-        """The layer group whose blocks are stored."""
-        return self.layout.groups[self.group_number]
+    def row(self, number: int) -> RowMemory:
+        """Return the row that a request names.
 
-    @property
-    def chunk_nbytes(self) -> int:
-        """Bytes of one chunk of this worker."""
-        return self.group.block_nbytes * self.blocks_per_chunk
+        Raises:
+            Malformed: there is no such row.
+        """
+        if not 0 <= number < len(self.rows):
+            raise Malformed(f"row {number} of {len(self.rows)} that this session has registered")
+        return self.rows[number]
 
     @property
     def orders(self) -> EngineLane | None:

@@ -7,11 +7,39 @@ same byte, and every run has its own place in a slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvist.errors import InvalidBlocks
 from kvist.model.layout import Int64s, LayerGroup
 from kvist.model.transfer import CopyPlan, Direction
+
+
+def stored_block_ids(block_ids: Sequence[int], *, blocks_per_chunk: int, num_stored: int) -> list[int]:
+    """Return the block ids of whole chunks that are kept: the last ``num_stored`` of each chunk's.
+
+    Raises:
+        InvalidBlocks: no whole number of chunks, or a chunk does not have so many blocks.
+    """
+    if not 1 <= num_stored <= blocks_per_chunk:
+        raise InvalidBlocks(f"{num_stored} blocks to keep of a chunk of {blocks_per_chunk}")
+    if len(block_ids) % blocks_per_chunk:
+        raise InvalidBlocks(f"{len(block_ids)} block ids are no whole number of chunks of {blocks_per_chunk} blocks")
+    first = blocks_per_chunk - num_stored
+    return [block_ids[at] for at in range(len(block_ids)) if at % blocks_per_chunk >= first]
+
+
+def stored_blocks_to_skip(num_skipped: int, *, blocks_per_chunk: int, num_stored: int) -> int:
+    """Return how many of the stored blocks lie among the first ``num_skipped`` of all blocks of whole chunks.
+
+    Raises:
+        InvalidBlocks: a number below zero, or a chunk does not have so many blocks.
+    """
+    if num_skipped < 0 or not 1 <= num_stored <= blocks_per_chunk:
+        raise InvalidBlocks(f"{num_skipped} blocks to skip, {num_stored} to keep of a chunk of {blocks_per_chunk}")
+    chunks, rest = divmod(num_skipped, blocks_per_chunk)
+    return chunks * num_stored + max(0, rest - (blocks_per_chunk - num_stored))
 
 
 def parse_block_ids(packed: bytes, group: LayerGroup, *, num_chunks: int, blocks_per_chunk: int) -> Int64s:

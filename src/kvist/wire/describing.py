@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvist.model.coverage import Need
 from kvist.model.handles import MemoryHandle
-from kvist.model.layout import LayerGroup
-from kvist.wire.messages import GroupSpec, MemorySpec, PlaneSpec
+from kvist.model.rows import RowMemory
+from kvist.wire.messages import GroupSpec, MemorySpec, NeedSpec, PlaneSpec
 
 
-def describe_group(group: LayerGroup) -> GroupSpec:
-    """Return a layer group as it travels."""
+def describe_row(held: RowMemory) -> GroupSpec:
+    """Return a worker's row as it travels."""
+    group = held.group
     planes = [
         PlaneSpec(
             plane.memory, plane.offset, plane.num_blocks, plane.block_stride, plane.row_nbytes, plane.num_kv,
@@ -18,7 +20,14 @@ def describe_group(group: LayerGroup) -> GroupSpec:
         )
         for plane in group.planes
     ]  # fmt: skip
-    return GroupSpec(group.kind.value, group.block_tokens, planes, group.null_block)
+    return GroupSpec(
+        group.kind.value, group.block_tokens, planes, group.null_block, group.window, held.row.group, held.row.shard
+    )
+
+
+def describe_needs(needs: Sequence[Need]) -> tuple[NeedSpec, ...]:
+    """Return what layer groups need, by their numbers, as it travels."""
+    return tuple(NeedSpec(need.kind.value, need.span) for need in needs)
 
 
 def describe_memory(handles: Sequence[MemoryHandle]) -> list[MemorySpec]:

@@ -50,12 +50,17 @@ class PlaneSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``model.layout.LayerGroup`` on the wire."""
+    """A row that a worker holds, ``model.rows.RowMemory``, on the wire."""
 
     kind: str
     block_tokens: int
     planes: list[PlaneSpec]
     null_block: int | None = None
+    window: int | None = None
+    """Tokens, for kinds that have a window."""
+    group: int = 0
+    """Number of the layer group, which all workers of all engines that share chunks give it."""
+    shard: int = 0
 
 
 class MemorySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,12 +77,10 @@ class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_field
     """Describe and hand over one worker's KV memory."""
 
     id: int
-    shard: int
-    """This worker's number in ``[0, num_shards)``."""
-    num_shards: int
     chunk_tokens: int
     memory: list[MemorySpec]
     groups: list[GroupSpec]
+    """The worker's rows; requests name them by their place here."""
     fence: bytes = b""
     """A GPU event of the engine, as CUDA exports it: copies of requests that say ``is_fenced`` wait for it."""
 
@@ -88,41 +91,57 @@ class Descriptors(msgspec.Struct, frozen=True, tag="descriptors"):
     id: int
 
 
+class NeedSpec(msgspec.Struct, frozen=True):
+    """``model.coverage.Need`` on the wire."""
+
+    kind: str
+    span: int | None = None
+    """Chunks, for kinds that have a window."""
+
+
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
-    """Ask how much of a prefix is cached on all shards, and hold it under a lease."""
+    """Ask how much of a prefix can be served on all shards, and hold what that needs under a lease."""
 
     id: int
     digests: bytes
     num_shards: int = 1
-    num_groups: int = 1
+    needs: tuple[NeedSpec, ...] = (NeedSpec("full"),)
+    """Of each layer group, by its number."""
+    num_readers: int = 1
+    """Workers that will read each row: more than one where KV is replicated."""
 
 
 class Retrieve(msgspec.Struct, frozen=True, tag="retrieve"):
-    """Write chunks ``[first_chunk, first_chunk + n)`` of a lease into the caller's blocks."""
+    """Write chunks ``[first_chunk, first_chunk + n)`` of a lease's prefix into the blocks of one of the rows."""
 
     id: int
     lease: bytes
     first_chunk: int
     block_ids: bytes
-    """int32, ``n * blocks_per_chunk``"""
+    """int32, ``n * blocks_per_chunk``: the stored blocks of each chunk"""
     num_skipped_blocks: int = 0
     """Leading blocks that must not be written."""
     deadline_ms: int = 0
     """Copies not begun by then are not begun at all; 0 is no deadline."""
     is_fenced: bool = False
     """The blocks may be written only after the registered event, which was recorded before this was sent."""
+    row: int = 0
+    """Which of the registered rows."""
 
 
 class Store(msgspec.Struct, frozen=True, tag="store"):
-    """Keep the chunks that the caller's blocks hold."""
+    """Keep the chunks that the blocks of one of the rows hold."""
 
     id: int
     digests: bytes
     parent: bytes
-    """Digest of the chunk before the first; empty at the start of a prompt."""
+    """Digest of the chunk before the first; empty at the start of a prompt, and for rows that are not ``full``."""
     block_ids: bytes
+    """int32: the stored blocks of each chunk"""
     is_fenced: bool = False
     """The blocks hold their bytes only after the registered event, which was recorded before this was sent."""
+    row: int = 0
+    """Which of the registered rows."""
 
 
 class CopyDone(msgspec.Struct, frozen=True, tag="copy_done"):
@@ -190,7 +209,8 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     """
 
     id: int
-    chunk_nbytes: int
+    chunk_nbytes: list[int]
+    """Of each row."""
     pool_nbytes: int = 0
     """Size of the pool, where its descriptor comes with this."""
 
@@ -204,7 +224,10 @@ class Received(msgspec.Struct, frozen=True, tag="received"):
 
 
 class LookupReply(msgspec.Struct, frozen=True, tag="lookup_reply"):
-    """The first ``num_chunks`` chunks are held under ``lease``, which is empty if there are none."""
+    """A prefix of ``num_chunks`` chunks can be served.
+
+    What that needs of each row is held under ``lease``, which is empty if there is no such prefix.
+    """
 
     id: int
     num_chunks: int

@@ -17,7 +17,7 @@ from kvist.wire import messages as wire
 from kvist.wire.codec import FDS_MAX, FrameReader, decode_request, encode
 
 LIMITS = wire.Limits(1, 2, 3, 4, 5.0)
-REGISTER = wire.Register(0, 0, 1, 16, [wire.MemorySpec("host", 64)], [])
+REGISTER = wire.Register(0, 16, [wire.MemorySpec("host", 64)], [])
 
 
 class Daemon:
@@ -323,11 +323,11 @@ def test_a_registration_goes_with_every_connection(daemon: Daemon, path: Path, c
         assert register == msgspec.structs.replace(REGISTER, id=register.id)
         assert os.pread(daemon.fds[-1], 4, 0) == b"mine"
         assert client.registration is None
-        daemon.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS), wire.Registered(register.id, 640))
+        daemon.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS), wire.Registered(register.id, [640]))
         client.poll(5)
-        assert client.registration == wire.Registered(register.id, 640)
+        assert client.registration == wire.Registered(register.id, [640])
         with answering(daemon, lambda ping: wire.Pong(ping.id)):
-            assert client.register(5) == wire.Registered(register.id, 640)
+            assert client.register(5) == wire.Registered(register.id, [640])
         daemon.socket.close()
         client.poll(5)
         clock.now += RETRY_S
@@ -357,13 +357,13 @@ def test_another_refusal_leaves_the_registration_alone(daemon: Daemon, path: Pat
     client.submit(wire.Ping)
     daemon.accept()
     hello, register, _ = daemon.read_kinds(wire.Hello, wire.Register, wire.Ping)
-    daemon.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS), wire.Registered(register.id, 640))
+    daemon.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS), wire.Registered(register.id, [640]))
     client.poll(5)
     pending = client.submit(lambda number: wire.Retrieve(number, b"lease", 0, b""))
     daemon.send(wire.Error(pending.id, "layout_refused", "chunks of another size"))
     client.poll(5)
     assert pending.reply == wire.Error(pending.id, "layout_refused", "chunks of another size")
-    assert client.registration == wire.Registered(register.id, 640)
+    assert client.registration == wire.Registered(register.id, [640])
     client.close()
 
 
@@ -436,9 +436,9 @@ def test_a_registration_ends_with_its_connection(daemon: Daemon, path: Path):
     client.submit(wire.Ping)
     daemon.accept()
     hello, register, _ = daemon.read_kinds(wire.Hello, wire.Register, wire.Ping)
-    daemon.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS), wire.Registered(register.id, 640))
+    daemon.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS), wire.Registered(register.id, [640]))
     client.poll(5)
-    assert client.registration == wire.Registered(register.id, 640)
+    assert client.registration == wire.Registered(register.id, [640])
     daemon.socket.close()
     client.poll(5)
     assert client.registration is None

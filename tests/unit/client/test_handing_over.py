@@ -51,9 +51,11 @@ def test_descriptors_arrive_in_order(daemon: Daemon, num: int, ahead: list[int],
     assert daemon.num_fds == [0, *ahead, own, 0]
     assert [number_of(fd) for fd in daemon.fds] == list(range(num))
     daemon.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS))
-    daemon.send(*[wire.Received(batch.id, 1) for batch in batches], wire.Registered(register.id, 8), wire.Pong(ping.id))
+    daemon.send(
+        *[wire.Received(batch.id, 1) for batch in batches], wire.Registered(register.id, [8]), wire.Pong(ping.id)
+    )
     client.poll(5)
-    assert client.registration == wire.Registered(register.id, 8)
+    assert client.registration == wire.Registered(register.id, [8])
     assert client.num_unanswered == 0
     client.close()
 

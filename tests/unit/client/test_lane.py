@@ -29,7 +29,7 @@ class OrderingDaemon(Daemon):
         self.accept()
         hello, register, ping = self.read_kinds(wire.Hello, wire.Register, wire.Ping)
         self.send(wire.Welcome(hello.id, 1, "9.9", "boot", LIMITS))
-        self.send_with_fds(wire.Registered(register.id, NBYTES, POOL_NBYTES), [pool.fd] * num_fds)
+        self.send_with_fds(wire.Registered(register.id, [NBYTES], POOL_NBYTES), [pool.fd] * num_fds)
         self.send(wire.Pong(ping.id))
         wait_over(first)
 

@@ -1,6 +1,7 @@
 """Whatever order leases are granted, claimed, landed, released, expired and orphaned in, pins balance."""
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,10 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvist.errors import ForeignLease, LeaseClaimed, UnknownLease
+from kvist.index import leases
 from kvist.index.chunk_index import Chunk, ChunkIndex
 from kvist.index.eviction import LeastRecentlyUsed
 from kvist.index.leases import Lease, LeaseId, LeaseTable, SessionId
 from kvist.model.keys import ChunkKey
+from kvist.model.rows import Row
 
 TTL_S = 10.0
 NUM_CHUNKS = 4
@@ -27,9 +30,9 @@ class Held:
     engine: str
     session: int
     deadline: float
-    num_chunks: int
-    shards: set[int]
-    unclaimed: set[int]
+    num_chunks: dict[int, int]
+    """Of each shard, from its first."""
+    unclaimed: Counter[int]
     reading: list[int] = field(default_factory=list)
     is_over: bool = False
 
@@ -64,33 +67,40 @@ class Leases(RuleBasedStateMachine):
         self.now = 100.0
         self.known: list[Held] = []
 
-    @rule(num_chunks=st.integers(1, NUM_CHUNKS), num_shards=st.integers(1, 2), session=st.integers(0, 3))
-    def grant(self, num_chunks: int, num_shards: int, session: int) -> None:
+    @rule(
+        num_chunks=st.lists(st.integers(0, NUM_CHUNKS), min_size=1, max_size=2),
+        num_readers=st.integers(1, 3),
+        session=st.integers(0, 3),
+    )
+    def grant(self, num_chunks: list[int], num_readers: int, session: int) -> None:
         engine = "xy"[session // 2]
-        rows = {(0, shard): self.rows[shard][:num_chunks] for shard in range(num_shards)}
-        lease = self.table.grant(rows, session=SessionId(session), engine_id=engine, now=self.now)
+        rows = {Row(0, shard): leases.Held(0, self.rows[shard][:num]) for shard, num in enumerate(num_chunks)}
+        lease = self.table.grant(
+            rows, session=SessionId(session), engine_id=engine, now=self.now, num_readers=num_readers
+        )
         assert lease.id not in {held.lease.id for held in self.known}
-        shards = set(range(num_shards))
-        self.known.append(Held(lease, engine, session, self.now + TTL_S, num_chunks, shards, set(shards)))
+        unclaimed = Counter({shard: num_readers for shard, num in enumerate(num_chunks) if num})
+        held = dict(enumerate(num_chunks))
+        self.known.append(Held(lease, engine, session, self.now + TTL_S, held, unclaimed))
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), engine=st.sampled_from("xy"), shard=st.integers(0, 2))
     def claim(self, data: st.DataObject, engine: str, shard: int) -> None:
         held = data.draw(st.sampled_from(self.known))
         try:
-            lease = self.table.find(held.lease.id, engine_id=engine, shard=shard)
+            lease = self.table.find(held.lease.id, engine_id=engine, row=Row(0, shard))
         except UnknownLease:
             assert held.is_over
         except ForeignLease:
             assert engine != held.engine
         except LeaseClaimed:
-            assert shard not in held.unclaimed
+            assert not held.unclaimed[shard]
         else:
             assert not held.is_over
             assert engine == held.engine
-            assert [len(lease.rows[0, shard]) for shard in held.shards] == [held.num_chunks] * len(held.shards)
-            self.table.claim(lease, shard=shard)
-            held.unclaimed.remove(shard)
+            assert {row.shard: len(there.chunks) for row, there in lease.rows.items()} == held.num_chunks
+            self.table.claim(lease, row=Row(0, shard))
+            held.unclaimed[shard] -= 1
             held.reading.append(shard)
 
     @precondition(lambda self: any(held.reading for held in self.known))
@@ -99,7 +109,7 @@ class Leases(RuleBasedStateMachine):
         held = data.draw(st.sampled_from([held for held in self.known if held.reading]))
         held.reading.pop()
         self.table.land(held.lease)
-        if not held.unclaimed and not held.reading:
+        if not held.unclaimed.total() and not held.reading:
             held.is_over = True
 
     @precondition(lambda self: self.known)
@@ -130,7 +140,7 @@ class Leases(RuleBasedStateMachine):
         assert len(self.table) == len(holding)
         for shard, chunks in self.rows.items():
             for number, chunk in enumerate(chunks):
-                assert chunk.pins == sum(shard in held.shards and number < held.num_chunks for held in holding)
+                assert chunk.pins == sum(number < held.num_chunks.get(shard, 0) for held in holding)
         self.index.check_invariants()
 
     def teardown(self) -> None:
@@ -160,7 +170,7 @@ def table(index: ChunkIndex) -> LeaseTable:
 
 def grant(table: LeaseTable, index: ChunkIndex, *, num_shards: int = 1) -> Lease:
     rows = sealed_rows(index)
-    wanted = {(0, shard): rows[shard] for shard in range(num_shards)}
+    wanted = {Row(0, shard): leases.Held(0, rows[shard]) for shard in range(num_shards)}
     return table.grant(wanted, session=SessionId(1), engine_id="x", now=0.0)
 
 
@@ -168,24 +178,24 @@ def test_refusals_say_which_lease_and_why(index: ChunkIndex, table: LeaseTable):
     """Unknown, foreign and claimed leases are told apart, each with the lease's id."""
     lease = grant(table, index)
     with pytest.raises(UnknownLease, match="6e6f"):
-        table.find(LeaseId(b"no"), engine_id="x", shard=0)
+        table.find(LeaseId(b"no"), engine_id="x", row=Row(0, 0))
     with pytest.raises(ForeignLease, match=rf"{lease.id.hex()} belongs to engine 'x', not to 'y'"):
-        table.find(lease.id, engine_id="y", shard=0)
-    with pytest.raises(LeaseClaimed, match=rf"{lease.id.hex()}: shard 7 has no claim"):
-        table.find(lease.id, engine_id="x", shard=7)
-    table.claim(table.find(lease.id, engine_id="x", shard=0), shard=0)
+        table.find(lease.id, engine_id="y", row=Row(0, 0))
+    with pytest.raises(LeaseClaimed, match=rf"{lease.id.hex()}: group 0 on shard 7 has no claim"):
+        table.find(lease.id, engine_id="x", row=Row(0, 7))
+    table.claim(table.find(lease.id, engine_id="x", row=Row(0, 0)), row=Row(0, 0))
     with pytest.raises(LeaseClaimed, match="shard 0"):
-        table.find(lease.id, engine_id="x", shard=0)
+        table.find(lease.id, engine_id="x", row=Row(0, 0))
     table.land(lease)
     with pytest.raises(UnknownLease, match=lease.id.hex()):
-        table.find(lease.id, engine_id="x", shard=0)
+        table.find(lease.id, engine_id="x", row=Row(0, 0))
 
 
 def test_a_lease_ends_with_its_last_shard(index: ChunkIndex, table: LeaseTable):
     """With two shards, the first one's landing keeps the lease for the second; the second's ends it."""
     lease = grant(table, index, num_shards=2)
     for shard, num_left in ((0, 1), (1, 0)):
-        table.claim(table.find(lease.id, engine_id="x", shard=shard), shard=shard)
+        table.claim(table.find(lease.id, engine_id="x", row=Row(0, shard)), row=Row(0, shard))
         table.land(lease)
         assert len(table) == num_left
     assert index.stats().num_pinned == 0
@@ -196,7 +206,7 @@ def test_a_lease_ends_with_its_last_shard(index: ChunkIndex, table: LeaseTable):
 def test_a_running_copy_outlives_its_lease(index: ChunkIndex, table: LeaseTable, way_out: str):
     """A lease that ends while a copy reads from it is gone for claims at once, and its pins when the copy lands."""
     lease = grant(table, index, num_shards=2)
-    table.claim(table.find(lease.id, engine_id="x", shard=0), shard=0)
+    table.claim(table.find(lease.id, engine_id="x", row=Row(0, 0)), row=Row(0, 0))
     ended = {
         "release": lambda: table.release(lease.id),
         "expire": lambda: table.expire(TTL_S),
@@ -204,7 +214,7 @@ def test_a_running_copy_outlives_its_lease(index: ChunkIndex, table: LeaseTable,
     }[way_out]()
     assert ended == 1
     with pytest.raises(UnknownLease):
-        table.find(lease.id, engine_id="x", shard=1)
+        table.find(lease.id, engine_id="x", row=Row(0, 1))
     assert (len(table), index.stats().num_pinned) == (1, 2 * NUM_CHUNKS)
     assert index.evict() is None
     table.land(lease)
@@ -216,5 +226,32 @@ def test_a_lease_lives_until_its_deadline_and_not_longer(index: ChunkIndex, tabl
     """Before the deadline nothing expires; at it, everything of that age does."""
     lease = grant(table, index)
     assert table.expire(TTL_S - 1e-6) == 0
-    assert table.find(lease.id, engine_id="x", shard=0) is lease
+    assert table.find(lease.id, engine_id="x", row=Row(0, 0)) is lease
     assert table.expire(TTL_S) == 1
+
+
+def test_each_reader_of_a_row_has_a_claim(index: ChunkIndex, table: LeaseTable):
+    """Where two workers hold one row, each reads it once; the lease ends with the second, and there is no third."""
+    row = Row(0, 0)
+    rows = {row: leases.Held(0, sealed_rows(index)[0])}
+    lease = table.grant(rows, session=SessionId(1), engine_id="x", now=0.0, num_readers=2)
+    for _ in range(2):
+        table.claim(table.find(lease.id, engine_id="x", row=row), row=row)
+    with pytest.raises(LeaseClaimed, match="group 0 on shard 0"):
+        table.find(lease.id, engine_id="x", row=row)
+    table.land(lease)
+    assert len(table) == 1
+    table.land(lease)
+    assert (len(table), index.stats().num_pinned) == (0, 0)
+
+
+def test_a_row_that_holds_nothing_is_not_waited_for(index: ChunkIndex, table: LeaseTable):
+    """A lease ends when the rows that hold chunks are read; one that holds none is refused and keeps nobody."""
+    chunks = sealed_rows(index)[0]
+    rows = {Row(0, 0): leases.Held(0, chunks), Row(1, 0): leases.Held(NUM_CHUNKS, [])}
+    lease = table.grant(rows, session=SessionId(1), engine_id="x", now=0.0)
+    with pytest.raises(LeaseClaimed, match="group 1 on shard 0 has no claim"):
+        table.find(lease.id, engine_id="x", row=Row(1, 0))
+    table.claim(lease, row=Row(0, 0))
+    table.land(lease)
+    assert len(table) == 0

@@ -1,35 +1,151 @@
-"""What cannot be served is refused by name, and a prefix is as long as its shortest row."""
+"""A prefix is servable where every row can go on from its end, and the longest such prefix is what is found."""
 
+from __future__ import annotations
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.errors import LayoutError
-from kvist.model.coverage import check_kinds, servable_chunks
+from kvist.model.coverage import Need, first_needed, need_of, servable_chunks
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
 
 PLANE = LayerPlane(0, 0, num_blocks=4, block_stride=64, row_nbytes=16)
-FULL = LayerGroup(GroupKind.FULL, 4, (PLANE,))
+FULL = Need(GroupKind.FULL)
+RECURRENT = Need(GroupKind.RECURRENT)
+
+
+def window(span: int) -> Need:
+    return Need(GroupKind.WINDOW, span)
+
+
+def chunked(span: int) -> Need:
+    return Need(GroupKind.CHUNKED, span)
+
+
+needs = st.one_of(
+    st.just(FULL), st.just(RECURRENT), st.builds(window, st.integers(1, 12)), st.builds(chunked, st.integers(1, 12))
+)
+
+
+def needed_tokens(need: Need, num_chunks: int) -> set[int]:
+    """Say which chunks a group needs in order to compute the next token, by looking at each."""
+    match need.kind:
+        case GroupKind.FULL:
+            return set(range(num_chunks))
+        case GroupKind.WINDOW:
+            return {chunk for chunk in range(num_chunks) if chunk + need.span >= num_chunks}
+        case GroupKind.CHUNKED:
+            return {chunk for chunk in range(num_chunks) if chunk // need.span == num_chunks // need.span}
+        case GroupKind.RECURRENT:
+            return {chunk for chunk in range(num_chunks) if chunk == num_chunks - 1}
+
+
+def presence_of(*rows: str) -> np.ndarray:
+    """Return presence of one shard from rows such as ``0110``."""
+    return np.array([[[mark == "1" for mark in row]] for row in rows])
+
+
+@given(st.data(), st.lists(needs, min_size=1, max_size=4), st.integers(1, 3), st.integers(0, 14))
+def test_the_longest_servable_prefix_is_found(data: st.DataObject, groups: list[Need], num_shards: int, num: int):
+    """No longer prefix has all that its groups need on every shard, and the one that is found has."""
+    flags = data.draw(st.lists(st.integers(0, 4), min_size=len(groups) * num_shards * num))
+    presence = np.array(flags[: len(groups) * num_shards * num], dtype=np.int64).reshape(len(groups), num_shards, num)
+    presence = presence > 0
+
+    def is_servable(length: int) -> bool:
+        return all(
+            presence[group, shard, chunk]
+            for group, need in enumerate(groups)
+            for shard in range(num_shards)
+            for chunk in needed_tokens(need, length)
+        )
+
+    assert servable_chunks(groups, presence) == max(filter(is_servable, range(num + 1)))
+
+
+@given(needs, st.integers(0, 40))
+def test_what_is_needed_is_a_stretch_to_the_end(need: Need, num_chunks: int):
+    """A group needs the chunks from ``first_needed`` to the end of a prefix, and no others."""
+    assert set(range(first_needed(need, num_chunks), num_chunks)) == needed_tokens(need, num_chunks)
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in GroupKind if kind is not GroupKind.FULL], ids=lambda kind: kind.value
+    ("groups", "rows", "hit", "held"),
+    [
+        ([FULL, window(2)], ["11111", "00011"], 5, ["11111", "00011"]),
+        ([FULL, window(2)], ["11111", "00010"], 0, ["00000", "00000"]),
+        ([FULL, window(1)], ["11111", "01000"], 2, ["11000", "01000"]),
+        ([FULL], ["11011"], 2, ["11000"]),
+        ([FULL, window(3)], ["11111", "11000"], 2, ["11000", "11000"]),
+        ([window(2)], ["01111"], 5, ["00011"]),
+        ([FULL, window(2)], ["11111", "00110"], 4, ["11110", "00110"]),
+        ([FULL, RECURRENT], ["11111", "10100"], 3, ["11100", "00100"]),
+        ([RECURRENT], ["00010"], 4, ["00010"]),
+        ([chunked(2)], ["00001"], 5, ["00001"]),
+        ([FULL, chunked(2)], ["1111", "0000"], 4, ["1111", "0000"]),
+        ([FULL, chunked(3)], ["11111", "00010"], 4, ["11110", "00010"]),
+    ],
+    ids=str,
 )
-def test_kinds_that_are_not_served_are_refused_by_name(kind: GroupKind):
-    """A group that needs anything but its whole prefix is refused with its number and its kind."""
-    check_kinds([FULL, FULL])
-    with pytest.raises(LayoutError, match=f"layer group 1 is of kind '{kind.value}'"):
-        check_kinds([FULL, LayerGroup(kind, 4, (PLANE,))])
+def test_hits_and_what_they_hold(groups: list[Need], rows: list[str], hit: int, held: list[str]):
+    """Observed hits: a window jumps over holes, what is held are its last chunks, a full row ends at its first gap."""
+    assert servable_chunks(groups, presence_of(*rows)) == hit
+    num_chunks = len(rows[0])
+    for need, expected in zip(groups, held, strict=True):
+        first = first_needed(need, hit)
+        assert "0" * first + "1" * (hit - first) + "0" * (num_chunks - hit) == expected
 
 
-@given(st.lists(st.integers(0, 10), min_size=1))
-def test_a_prefix_is_servable_where_every_row_has_it(num_leading: list[int]):
-    """The longest servable prefix is present in every row, and one chunk more is missing somewhere."""
-    num = servable_chunks(num_leading)
-    assert all(leading >= num for leading in num_leading)
-    assert any(leading < num + 1 for leading in num_leading)
+def test_one_missing_shard_shortens_the_hit():
+    """What one shard lacks, all lack: bytes of different prefixes are never served together."""
+    presence = np.array([[[True, True, True], [True, False, True]]])
+    assert servable_chunks([FULL], presence) == 1
+    assert servable_chunks([RECURRENT], presence) == 3
+    assert servable_chunks([window(2)], presence) == 1
 
 
-def test_nothing_is_servable_without_rows():
-    """No row, no prefix."""
-    assert servable_chunks([]) == 0
+def test_nothing_is_servable_of_nothing():
+    """No group and no chunk, no prefix."""
+    assert servable_chunks([], np.ones((0, 1, 5), dtype=np.bool_)) == 0
+    assert servable_chunks([FULL], np.ones((1, 1, 0), dtype=np.bool_)) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "chunk_tokens", "need"),
+    [
+        (GroupKind.FULL, None, 256, FULL),
+        (GroupKind.RECURRENT, None, 256, RECURRENT),
+        (GroupKind.WINDOW, 128, 256, window(1)),
+        (GroupKind.WINDOW, 256, 256, window(1)),
+        (GroupKind.WINDOW, 300, 256, window(2)),
+        (GroupKind.WINDOW, 1024, 256, window(4)),
+        (GroupKind.CHUNKED, 8192, 256, chunked(32)),
+        (GroupKind.CHUNKED, 128, 256, chunked(1)),
+    ],
+    ids=str,
+)
+def test_needs_follow_from_groups(kind: GroupKind, tokens: int | None, chunk_tokens: int, need: Need):
+    """A window of tokens spans as many chunks as it touches, an attention chunk as many as it consists of."""
+    assert need_of(LayerGroup(kind, 4, (PLANE,), window=tokens), chunk_tokens) == need
+
+
+def test_attention_chunks_that_do_not_end_with_chunks_are_refused():
+    """What a group needs must be whole chunks: the refusal has both numbers and what would do."""
+    group = LayerGroup(GroupKind.CHUNKED, 4, (PLANE,), window=384)
+    with pytest.raises(LayoutError, match="384 tokens do not end where chunks of 256 do; set chunk_tokens"):
+        need_of(group, 256)
+
+
+@pytest.mark.parametrize(
+    ("kind", "span"),
+    [
+        (GroupKind.FULL, 1), (GroupKind.RECURRENT, 1), (GroupKind.WINDOW, None), (GroupKind.WINDOW, 0),
+        (GroupKind.CHUNKED, None), (GroupKind.CHUNKED, -1), (GroupKind.FULL, 0),
+    ],
+)  # fmt: skip
+def test_needs_that_cannot_be_are_refused(kind: GroupKind, span: int | None):
+    """A span goes with windows and attention chunks, and is one chunk or more."""
+    with pytest.raises(LayoutError, match=rf"'{kind.value}' that needs a span of {span} chunks"):
+        Need(kind, span)

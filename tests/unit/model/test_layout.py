@@ -245,7 +245,7 @@ def test_fingerprints_are_those_of_the_bytes():
     others = [
         opaque(Shape()).group,
         opaque(Shape(block_tokens=2, row_nbytes=16)).group,
-        replace(group, kind=GroupKind.WINDOW),
+        replace(group, kind=GroupKind.WINDOW, window=8),
         nhd(Shape(num_layers=3)).group,
         nhd(Shape(num_heads=1, row_nbytes=16)).group,
         nhd(Shape(num_heads=4, row_nbytes=4)).group,

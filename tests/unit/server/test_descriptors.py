@@ -106,7 +106,7 @@ def changed(**changes: object) -> Callable[[wire.Register], wire.Register]:
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (changed(shard=3), "malformed"),
+        (changed(groups=[]), "layout_refused"),
         (changed(chunk_tokens=5), "layout_refused"),
         (changed(memory=[wire.MemorySpec("host", LAID.memory_nbytes[0])] * 3), "malformed"),
         (changed(memory=[wire.MemorySpec("abacus", LAID.memory_nbytes[0])] * 2), "layout_refused"),
@@ -114,7 +114,7 @@ def changed(**changes: object) -> Callable[[wire.Register], wire.Register]:
         (changed(memory=[wire.MemorySpec(ENGINE, LAID.memory_nbytes[0])] * 2), "malformed"),
         (changed(fence=b"x" * 64), "layout_refused"),
     ],
-    ids=["shard", "chunk", "number", "unknown", "too small", "engine", "fence"],
+    ids=["rows", "chunk", "number", "unknown", "too small", "engine", "fence"],
 )
 def test_a_refused_registration_closes_what_came_ahead(
     unregistered: SimulatedEngine, change: Callable[[wire.Register], wire.Register], code: str

@@ -51,7 +51,7 @@ def test_the_pool_is_handed_over(daemon: SimulatedDaemon):
     """The reply has the pool's descriptor and size; nothing of the engine is opened, and its process is watched."""
     copier = CopyingEngine(daemon)
     reply = answer(copier, copier.register())
-    assert reply == wire.Registered(1, copier.map.nbytes, daemon.pool.nbytes)
+    assert reply == wire.Registered(1, [copier.map.nbytes], daemon.pool.nbytes)
     assert copier.pool_fds == [daemon.pool.fd]
     assert not daemon.device.open
     assert [process.pid for process in daemon.processes] == [copier.session.peer.pid]
@@ -61,14 +61,14 @@ def test_the_pool_is_handed_over(daemon: SimulatedDaemon):
 def test_a_daemon_that_isolates_gives_its_pool_to_nobody():
     """The refusal names the option; the memory can still be handed over to the daemon's own lane."""
     daemon = SimulatedDaemon(NUM_SLOTS, is_isolated=True)
-    copier = CopyingEngine(daemon, shard=3, num_shards=4)
+    copier = CopyingEngine(daemon, shard=3)
     code, detail = refusal(copier, copier.register())
     assert (code, "--isolate" in detail, "shard 3" in detail) == ("layout_refused", True, True)
     assert copier.pool_fds == []
     assert daemon.processes == []
     fds = [memory.fd for memory in copier.memory]
     reply = copier.call(lambda number: SimulatedEngine.registration(copier, number), fds=fds)
-    assert reply == wire.Registered(2, copier.map.nbytes)
+    assert reply == wire.Registered(2, [copier.map.nbytes])
     daemon.close()
 
 
@@ -227,7 +227,7 @@ def test_an_engine_waits_for_its_own_events(daemon: SimulatedDaemon, engine: Sim
 
     store(engine, "b1")
     lease = look_up(engine, "b1").lease
-    no_event = ("malformed", "shard 0 has registered no event to wait for")
+    no_event = ("malformed", "the worker of group 0 on shard 0 has registered no event to wait for")
     assert refusal(engine, engine.send(fenced_store)) == no_event
     assert refusal(engine, send_retrieve(engine, lease, 1, is_fenced=True)) == no_event
     assert isinstance(answer(engine, send_retrieve(engine, lease, 1)), wire.RetrieveReply)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from kvist.model.layout import GroupKind
 from kvist.wire import messages as wire
 from tests.support.engine import packed
 from tests.support.layouts import opaque
@@ -30,9 +29,6 @@ from tests.support.simulated import SimulatedDaemon, SimulatedEngine
         ({"chunk_tokens": -4}, "layout_refused", "chunk_tokens -4"),
         ({"chunk_tokens": 0}, "layout_refused", "chunk_tokens 0"),
         ({"chunk_tokens": 4096}, "layout_refused", "use a pool of at least"),
-        ({"shard": 2, "num_shards": 2}, "malformed", "shard 2 of 2"),
-        ({"shard": -1}, "malformed", "shard -1 of 1"),
-        ({"shard": 70_000, "num_shards": 100_000}, "malformed", "70000 of 100000"),
         ({"memory": []}, "layout_refused", "0 allocations"),
         ({"groups": []}, "layout_refused", "0 groups"),
         ({"memory": [wire.MemorySpec("host", 0)]}, "layout_refused", "0 bytes"),
@@ -59,22 +55,39 @@ def test_a_registration_that_cannot_be_is_refused(daemon: SimulatedDaemon, chang
     assert isinstance(answer(engine, engine.register()), wire.Registered)
 
 
-@pytest.mark.parametrize("kind", [kind.value for kind in GroupKind if kind is not GroupKind.FULL] + ["sparse"])
-def test_a_group_that_is_not_served_is_refused_by_name(daemon: SimulatedDaemon, kind: str):
-    """Known kinds that are not served and unknown ones are both named."""
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"kind": "sparse"}, "unknown kind of layer group 'sparse'"),
+        ({"kind": "window"}, "a group of kind 'window' with a window of None tokens"),
+        ({"kind": "chunked"}, "a group of kind 'chunked' with a window of None tokens"),
+        ({"window": 4}, "a group of kind 'full' with a window of 4 tokens"),
+        ({"kind": "recurrent", "window": 4}, "a group of kind 'recurrent' with a window of 4 tokens"),
+        ({"kind": "window", "window": 0}, "a window of 0 tokens"),
+        ({"kind": "window", "window": -4}, "a window of -4 tokens"),
+        ({"kind": "window", "window": 3}, "a window of 3 tokens in chunks of 4"),
+        ({"group": 4096}, "group 4096 on shard 0; both numbers lie in [0, 4096)"),
+        ({"group": -1}, "group -1 on shard 0"),
+        ({"shard": 70_000}, "group 0 on shard 70000"),
+        ({"shard": -1}, "group 0 on shard -1"),
+    ],
+    ids=str,
+)
+def test_a_row_that_cannot_be_is_refused(daemon: SimulatedDaemon, change: dict, named: str):
+    """Unknown kinds, windows that do not go with a kind or a chunk, and numbers that no key can hold are named."""
     engine = SimulatedEngine(daemon, LAID, chunk_tokens=CHUNK_TOKENS)
 
     def build(number: int) -> wire.Register:
         right = engine.registration(number)
-        return msgspec.structs.replace(right, groups=[msgspec.structs.replace(right.groups[0], kind=kind)])
+        return msgspec.structs.replace(right, groups=[msgspec.structs.replace(right.groups[0], **change)])
 
     sent = engine.send(build, fds=[memory.fd for memory in engine.memory])
     code, detail = refusal(engine, sent)
-    assert (code, f"'{kind}'" in detail) == ("layout_refused", True)
+    assert (code, named in detail) == ("layout_refused", True), detail
 
 
-def test_two_groups_are_refused_with_their_number(daemon: SimulatedDaemon):
-    """Models with several groups are refused as such, not served in part."""
+def test_a_row_comes_once(daemon: SimulatedDaemon):
+    """A registration that has one row twice is refused with the row's numbers."""
     engine = SimulatedEngine(daemon, LAID, chunk_tokens=CHUNK_TOKENS)
 
     def build(number: int) -> wire.Register:
@@ -82,7 +95,7 @@ def test_two_groups_are_refused_with_their_number(daemon: SimulatedDaemon):
         return msgspec.structs.replace(right, groups=right.groups * 2)
 
     sent = engine.send(build, fds=[memory.fd for memory in engine.memory])
-    assert refusal(engine, sent) == ("layout_refused", "2 layer groups; only models with one are served")
+    assert refusal(engine, sent) == ("layout_refused", "group 0 on shard 0 appears 2 times in one registration")
 
 
 def test_a_chunk_of_crumbs_is_refused(daemon: SimulatedDaemon):
@@ -94,7 +107,7 @@ def test_a_chunk_of_crumbs_is_refused(daemon: SimulatedDaemon):
 
     def build(number: int) -> wire.Register:
         memory = [wire.MemorySpec("host", rows)]
-        return wire.Register(number, 0, 1, 2, memory, [wire.GroupSpec("full", 2, [plane])])
+        return wire.Register(number, 2, memory, [wire.GroupSpec("full", 2, [plane])])
 
     code, detail = refusal(engine, engine.send(build, fds=[engine.memory[0].fd]))
     assert (code, detail) == ("layout_refused", f"a chunk of {rows} rows is over the limit of {rows - 1}")
@@ -120,11 +133,19 @@ NO = b"\0" * 16
         (lambda n: wire.Lookup(n, b"x" * 17), "malformed", "17 bytes"),
         (lambda n: wire.Lookup(n, NO * (wire.CHUNKS_MAX + 1)), "malformed", f"{wire.CHUNKS_MAX + 1} digests"),
         (lambda n: wire.Lookup(n, NO, num_shards=0), "malformed", "0 shards"),
-        (lambda n: wire.Lookup(n, NO, num_groups=-1), "malformed", "-1 groups"),
-        (lambda n: wire.Lookup(n, NO, num_shards=2**62, num_groups=2), "malformed", str(2**62)),
+        (lambda n: wire.Lookup(n, NO, needs=()), "malformed", "0 groups"),
+        (lambda n: wire.Lookup(n, NO, num_shards=2**62), "malformed", str(2**62)),
+        (lambda n: wire.Lookup(n, NO, needs=(wire.NeedSpec("full"),) * 4097), "malformed", "4097 groups"),
+        (lambda n: wire.Lookup(n, NO, num_readers=0), "malformed", "0 readers"),
+        (lambda n: wire.Lookup(n, NO, num_readers=4097), "malformed", "4097 readers"),
+        (lambda n: wire.Lookup(n, NO, needs=(wire.NeedSpec("sparse"),)), "malformed", "'sparse'"),
+        (lambda n: wire.Lookup(n, NO, needs=(wire.NeedSpec("window"),)), "malformed", "a span of None chunks"),
+        (lambda n: wire.Lookup(n, NO, needs=(wire.NeedSpec("full", 2),)), "malformed", "a span of 2 chunks"),
+        (lambda n: wire.Store(n, NO, b"", packed([[0, 1]]), row=1), "malformed", "row 1 of 1"),
+        (lambda n: wire.Store(n, NO, b"", packed([[0, 1]]), row=-1), "malformed", "row -1 of 1"),
         (lambda n: wire.Lookup(n, NO * wire.CHUNKS_MAX, num_shards=4096), "malformed", "4096 shards"),
         (lambda n: wire.Store(n, NO, b"x", packed([[0, 1]])), "malformed", "1 bytes"),
-        (lambda n: wire.Store(n, NO, NO * 2, packed([[0, 1]])), "malformed", "2 digests as one parent"),
+        (lambda n: wire.Store(n, NO, NO * 2, packed([[0, 1]])), "malformed", "2 digests as the parent"),
         (lambda n: wire.Store(n, NO, b"", packed([[0]])), "invalid_blocks", "1 block ids for 1 chunks of 2"),
         (lambda n: wire.Store(n, NO, b"", packed([[0, 32]])), "invalid_blocks", "block id 32"),
         (lambda n: wire.Store(n, NO, b"", packed([[0, -1]])), "invalid_blocks", "block id -1"),
@@ -149,8 +170,8 @@ def test_a_request_that_cannot_be_is_refused(engine: SimulatedEngine, build, cod
 @pytest.mark.parametrize(
     ("change", "code", "named"),
     [
-        ({"first_chunk": -1}, "invalid_blocks", "chunks [-1, 1) of a lease on 3 chunks"),
-        ({"first_chunk": 2}, "invalid_blocks", "chunks [2, 4) of a lease on 3 chunks"),
+        ({"first_chunk": -1}, "invalid_blocks", "chunks [-1, 1) of a lease on [0, 3) of group 0 on shard 0"),
+        ({"first_chunk": 2}, "invalid_blocks", "chunks [2, 4) of a lease on [0, 3)"),
         ({"first_chunk": 2**62}, "invalid_blocks", str(2**62)),
         ({"block_ids": b""}, "invalid_blocks", "chunks [0, 0)"),
         ({"block_ids": packed([[0, 1], [2]])}, "invalid_blocks", "3 block ids"),
@@ -159,6 +180,8 @@ def test_a_request_that_cannot_be_is_refused(engine: SimulatedEngine, build, cod
         ({"num_skipped_blocks": -1}, "invalid_blocks", "-1 blocks to skip"),
         ({"deadline_ms": -1}, "malformed", "-1 ms"),
         ({"lease": b"\1"}, "unknown_lease", "01"),
+        ({"row": 1}, "malformed", "row 1 of 1"),
+        ({"row": -1}, "malformed", "row -1 of 1"),
     ],
     ids=str,
 )

@@ -165,7 +165,7 @@ def test_a_store_below_a_chunk_that_is_gone_is_refused(engine: SimulatedEngine):
 
 def test_all_shards_or_none(daemon: SimulatedDaemon):
     """A prefix is as long as on the shard that has least of it; each shard gets its own bytes, once."""
-    first, second = (connect(daemon, shard=shard, num_shards=2) for shard in range(2))
+    first, second = (connect(daemon, shard=shard) for shard in range(2))
     store(first, "a1", "a2", "a3")
     assert look_up(first, "a1", "a2", "a3", num_shards=2).num_chunks == 0
     store(second, "a1", "a2")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvist.errors import InvalidBlocks
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
 from kvist.model.transfer import Direction
-from kvist.transfer.plan import parse_block_ids, plan_copy
+from kvist.transfer.plan import parse_block_ids, plan_copy, stored_block_ids, stored_blocks_to_skip
 
 GROUP = LayerGroup(GroupKind.FULL, 4, (LayerPlane(0, 0, num_blocks=100, block_stride=16, row_nbytes=16),))
 WITH_NULL = replace(GROUP, null_block=0)
@@ -87,3 +87,47 @@ def test_a_plan_says_how_much_it_moves():
     assert (plan.num_chunks, plan.chunk_nbytes, plan.num_skipped_blocks) == (2, 32, 0)
     with pytest.raises(AssertionError):
         plan_copy(Direction.GATHER, GROUP, block_ids, np.array([0]))
+
+
+def test_the_last_blocks_of_each_chunk_are_kept():
+    """Of whole chunks of ids, the last ones of each are returned in order, and what was given is left as it is."""
+    ids = [11, 12, 13, 14, 15, 16, 17, 18]
+    given_ids = list(ids)
+    assert stored_block_ids(given_ids, blocks_per_chunk=4, num_stored=2) == [13, 14, 17, 18]
+    assert stored_block_ids(given_ids, blocks_per_chunk=4, num_stored=4) == ids
+    assert stored_block_ids(given_ids, blocks_per_chunk=8, num_stored=1) == [18]
+    assert stored_block_ids([], blocks_per_chunk=4, num_stored=2) == []
+    assert given_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("num_ids", "blocks_per_chunk", "num_stored", "named"),
+    [
+        (7, 4, 2, "7 block ids are no whole number of chunks of 4 blocks"),
+        (8, 4, 0, "0 blocks to keep of a chunk of 4"),
+        (8, 4, 5, "5 blocks to keep of a chunk of 4"),
+    ],
+)
+def test_ragged_ids_and_empty_windows_are_refused(num_ids: int, blocks_per_chunk: int, num_stored: int, named: str):
+    """A ragged tail, a window of nothing and one that is wider than a chunk are refused with the numbers."""
+    with pytest.raises(InvalidBlocks, match=named):
+        stored_block_ids(range(num_ids), blocks_per_chunk=blocks_per_chunk, num_stored=num_stored)
+
+
+@pytest.mark.parametrize(
+    ("blocks_per_chunk", "num_stored", "num_skipped", "expected"),
+    [(4, 4, 3, 3), (4, 2, 0, 0), (4, 2, 2, 0), (4, 2, 3, 1), (4, 2, 4, 2), (4, 2, 5, 2), (4, 2, 7, 3), (8, 2, 15, 3)],
+)
+def test_skips_count_stored_blocks(blocks_per_chunk: int, num_stored: int, num_skipped: int, expected: int):
+    """Blocks to skip, counted over all blocks of a prompt, become those of them that are stored."""
+    found = stored_blocks_to_skip(num_skipped, blocks_per_chunk=blocks_per_chunk, num_stored=num_stored)
+    assert found == expected
+    ids = list(range(blocks_per_chunk * (num_skipped // blocks_per_chunk + 1)))
+    stored = stored_block_ids(ids, blocks_per_chunk=blocks_per_chunk, num_stored=num_stored)
+    assert found == sum(block < num_skipped for block in stored)
+
+
+def test_skips_that_cannot_be_are_refused():
+    """Fewer than no blocks cannot be skipped."""
+    with pytest.raises(InvalidBlocks, match="-1 blocks to skip"):
+        stored_blocks_to_skip(-1, blocks_per_chunk=4, num_stored=2)

@@ -44,6 +44,8 @@ def values(kind: Any) -> st.SearchStrategy:
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is list:
         return st.lists(values(arguments[0]), max_size=3)
+    if typing.get_origin(kind) is tuple:
+        return st.lists(values(arguments[0]), max_size=3).map(tuple)
     if typing.get_origin(kind) is dict:
         return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=3)
     if isinstance(kind, types.UnionType):
@@ -85,8 +87,27 @@ def test_every_reply_comes_back(kind: type[wire.Reply]):
 
 def test_a_lookup_is_these_bytes():
     """The wire is little-endian headers and msgpack maps, as another implementation would write them."""
-    body = msgspec.msgpack.encode({"type": "lookup", "id": 7, "digests": b"d" * 32, "num_shards": 1, "num_groups": 1})
+    needs = [{"kind": "full", "span": None}]
+    body = msgspec.msgpack.encode(
+        {"type": "lookup", "id": 7, "digests": b"d" * 32, "num_shards": 1, "needs": needs, "num_readers": 1}
+    )
     assert encode(A_LOOKUP) == b"kv" + struct.pack("<HI", 0, len(body)) + body
+
+
+def test_a_registration_is_these_bytes():
+    """A row says its kind, its blocks and its window, and which group on which shard it is."""
+    row = wire.GroupSpec("window", 16, [wire.PlaneSpec(0, 0, 4, 64, 16)], 0, window=32, group=1, shard=2)
+    message = wire.Register(7, 256, [wire.MemorySpec("host", 256)], [row])
+    fields = {
+        "type": "register", "id": 7, "chunk_tokens": 256,
+        "memory": [{"kind": "host", "nbytes": 256, "device": "", "payload": b"", "part_nbytes": []}],
+        "groups": [{
+            "kind": "window", "block_tokens": 16, "planes": [[0, 0, 4, 64, 16, 1, 0, 1, 0, 1, 0]], "null_block": 0,
+            "window": 32, "group": 1, "shard": 2,
+        }],
+        "fence": b"",
+    }  # fmt: skip
+    assert encode(message)[8:] == msgspec.msgpack.encode(fields)
 
 
 @given(st.lists(st.tuples(st.one_of(requests, replies), st.integers(0, FDS_MAX)), max_size=6), st.data())
@@ -232,7 +253,7 @@ def test_unknown_fields_are_passed_over():
 
 
 REGISTER = {
-    "type": "register", "id": 1, "shard": 0, "num_shards": 1, "chunk_tokens": 16,
+    "type": "register", "id": 1, "chunk_tokens": 16,
     "memory": [{"kind": "host", "nbytes": 4096}],
     "groups": [{"kind": "full", "block_tokens": 16, "planes": [[0, 0, 4, 64, 16]]}],
 }  # fmt: skip
@@ -243,7 +264,7 @@ REGISTER = {
     [
         ((), {"interleave": 2}),
         (("memory", 0), {"page": 2}),
-        (("groups", 0), {"window": 8}),
+        (("groups", 0), {"sinks": 8}),
         (("groups", 0, "planes"), 9),
     ],
     ids=["registration", "memory", "group", "plane"],

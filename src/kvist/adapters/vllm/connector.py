@@ -155,14 +155,11 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parallel = self._config.parallel_config
 
         def registrar(request_id: int) -> tuple[wire.Register, tuple[int, ...]]:
-            message = memory.registration(
-                request_id, shard=parallel.rank, num_shards=parallel.world_size, chunk_tokens=self._chunk_tokens
-            )
+            message = memory.registration(request_id, shard=parallel.rank, chunk_tokens=self._chunk_tokens)
             return message, memory.fds
 
         client = self._client(f"worker {parallel.rank}", registrar)
-        blocks_per_chunk = self._chunk_tokens // layout.block_tokens(self._cache_config)
-        requests = memory.requests(client, blocks_per_chunk, self._worker.governor)
+        requests = memory.requests(client, self._worker.governor, shard=parallel.rank, chunk_tokens=self._chunk_tokens)
         self._worker.connect(requests, memory.fence)
         try:
             registered = requests.register(_REGISTRATION_S)
@@ -173,7 +170,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         else:
             logger.info(
                 "kvist: KV memory shared lane=%s chunk_tokens=%d chunk=%d B",
-                "engine" if memory.bases else "daemon", self._chunk_tokens, registered.chunk_nbytes,
+                "engine" if memory.bases else "daemon", self._chunk_tokens, sum(registered.chunk_nbytes),
             )  # fmt: skip
 
     @property

@@ -19,9 +19,10 @@ from kvist.device.cuda.export import device_of, export_memory
 from kvist.device.cuda.fences import SharedFence, StreamFences
 from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.layout import LayerGroup
+from kvist.model.rows import Row, row_memory
 from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
-from kvist.wire.describing import describe_group, describe_memory
+from kvist.wire.describing import describe_memory, describe_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,22 +36,22 @@ class HandedOver:
     fds: tuple[int, ...] = ()
     fence: SharedFence | None = None
 
-    def requests(self, client: Client, blocks_per_chunk: int, governor: Governor) -> Client | EngineLane:
+    def requests(self, client: Client, governor: Governor, *, shard: int, chunk_tokens: int) -> Client | EngineLane:
         """Return where the worker's requests go: to the daemon, or to threads that copy."""
         if not self.bases:
             return client
-        memory = LaneMemory(self.group, self.bases, blocks_per_chunk)
+        memory = LaneMemory([row_memory(Row(0, shard), self.group, chunk_tokens)], self.bases)
         device = self.handles[0].device
         return EngineLane(
             client, memory, lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)), StreamFences(current_stream),
             governor,
         )  # fmt: skip
 
-    def registration(self, request_id: int, *, shard: int, num_shards: int, chunk_tokens: int) -> wire.Register:
+    def registration(self, request_id: int, *, shard: int, chunk_tokens: int) -> wire.Register:
         """Describe the memory to the daemon; ``fds`` travel beside it."""
         fence = self.fence.handle if self.fence is not None else b""
-        memory, groups = describe_memory(self.handles), [describe_group(self.group)]
-        return wire.Register(request_id, shard, num_shards, chunk_tokens, memory, groups, fence)
+        rows = [describe_row(row_memory(Row(0, shard), self.group, chunk_tokens))]
+        return wire.Register(request_id, chunk_tokens, describe_memory(self.handles), rows, fence)
 
 
 def keep_memory(group: LayerGroup, storages: Sequence[Any]) -> HandedOver:

@@ -1,0 +1,135 @@
+"""The engines of the simulation: which rows their workers hold, and how each lays its blocks out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kvist.model.coverage import Need, first_needed, need_of
+from kvist.model.layout import GroupKind
+from kvist.model.rows import Row
+from tests.support.layouts import Laid, Shape, block_outermost, hnd, kv_apart, nhd
+from tests.support.memory import stamp
+
+CHUNK_TOKENS = 4
+SHAPE = Shape(num_layers=2, num_blocks=14, block_tokens=2, num_heads=2, row_nbytes=8)
+
+CHUNKS_MAX = 6
+PROMPTS = [
+    [f"{start}{'a' * min(length, fork)}{branch * max(0, length - fork)}" for length in range(1, CHUNKS_MAX + 1)]
+    for start in "mno"
+    for fork, branch in ((3, "b"), (3, "c"), (1, "d"))
+]
+"""Chains of names; those of one start share their first chunks."""
+
+Way = Callable[[Shape], Laid]
+"""How a worker lays out a row's blocks."""
+
+
+def of_kind(kind: GroupKind, lay: Way, window: int | None = None) -> Way:
+    """Lay blocks out for a group that does not need whole prefixes."""
+
+    def lay_so(shape: Shape) -> Laid:
+        laid = lay(shape)
+        return replace(laid, group=replace(laid.group, kind=kind, window=window))
+
+    return lay_so
+
+
+def window(lay: Way) -> Way:
+    """Lay out blocks of a group that needs the last two chunks."""
+    return of_kind(GroupKind.WINDOW, lay, 2 * CHUNK_TOKENS - 1)
+
+
+def short(lay: Way) -> Way:
+    """Lay out blocks of a group that needs the last block."""
+    return of_kind(GroupKind.WINDOW, lay, SHAPE.block_tokens)
+
+
+def chunked(lay: Way) -> Way:
+    """Lay out blocks of a group that needs its attention chunk, which is three chunks long."""
+    return of_kind(GroupKind.CHUNKED, lay, 3 * CHUNK_TOKENS)
+
+
+def recurrent(lay: Way) -> Way:
+    """Lay out states."""
+    return of_kind(GroupKind.RECURRENT, lay)
+
+
+Worker = tuple[tuple[Row, Way], ...]
+"""The rows of one worker; the first is of group 0."""
+
+
+def alone(*ways: Way, shard: int = 0) -> Worker:
+    """Return a worker that holds one shard of all groups."""
+    return tuple((Row(group, shard), way) for group, way in enumerate(ways))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Engines of one id, whose keys are their own where their layouts are."""
+
+    engine_id: str
+    space: str
+    workers: tuple[Worker, ...]
+    copiers: frozenset[int] = frozenset()
+    """Those of its workers that copy for themselves. Who shares a space with them does so too."""
+
+    @property
+    def ways(self) -> dict[Row, Way]:
+        """All of its rows."""
+        return {row: way for worker in self.workers for row, way in worker}
+
+    @property
+    def needs(self) -> list[Need]:
+        """Of each of its layer groups."""
+        return [need_of(way(SHAPE).group, CHUNK_TOKENS) for row, way in sorted(self.ways.items()) if row.shard == 0]
+
+    @property
+    def num_shards(self) -> int:
+        return 1 + max(row.shard for row in self.ways)
+
+    @property
+    def num_readers(self) -> int:
+        """How many of its workers hold each row."""
+        (num,) = set(Counter(row for worker in self.workers for row, _ in worker).values())
+        return num
+
+
+KINDS = [
+    Kind("one", "shared", (alone(nhd),)),
+    Kind("two", "shared", (alone(hnd),)),
+    Kind("three", "tp2", (alone(kv_apart), alone(block_outermost, shard=1))),
+    Kind("four", "copied", (alone(nhd),), frozenset({0})),
+    Kind("five", "copied", (alone(hnd),), frozenset({0})),
+    Kind("six", "mixed", (alone(nhd), alone(kv_apart, shard=1)), frozenset({1})),
+]
+"""Engines of one layer group."""
+
+_HYBRID = (nhd, window(hnd), recurrent(nhd))
+KINDS_OF_ROWS = [
+    Kind("seven", "hybrid", (alone(*_HYBRID),)),
+    Kind("eight", "hybrid", (alone(hnd, window(kv_apart), recurrent(nhd)),)),
+    Kind("nine", "hybrid tp2", (alone(*_HYBRID), alone(*_HYBRID, shard=1))),
+    Kind("ten", "hybrid tp2", (alone(*_HYBRID) + alone(*_HYBRID, shard=1),)),
+    Kind("eleven", "replicas", (alone(nhd, short(nhd)), alone(hnd, short(kv_apart)))),
+    Kind("twelve", "hybrid copied", (alone(nhd, chunked(nhd), short(hnd)),), frozenset({0})),
+    Kind("thirteen", "windows", (alone(window(nhd), chunked(hnd)),)),
+]
+"""Engines of several groups: on one shard and on two, workers that hold two shards, rows that two workers hold."""
+
+
+def needed(need: Need, num_chunks: int) -> range:
+    """Return which chunks of a prefix a group needs."""
+    return range(first_needed(need, num_chunks), num_chunks)
+
+
+def content(key: bytes, row: Row, nbytes: int) -> bytes:
+    """Return what a row's chunk of this digest must hold."""
+    return stamp(key + bytes(row), nbytes)
+
+
+def digest(space: str, name: str) -> bytes:
+    return hashlib.sha256(f"{space}/{name}".encode()).digest()[:16]

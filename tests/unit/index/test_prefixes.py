@@ -1,0 +1,49 @@
+"""What the index serves is the longest prefix that every row can go on from, and exactly what that needs is held."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvist.index.chunk_index import ChunkIndex
+from kvist.index.eviction import LeastRecentlyUsed
+from kvist.index.prefixes import find_prefix
+from kvist.model.coverage import Need, first_needed
+from kvist.model.keys import Digest, chunk_keys
+from kvist.model.layout import GroupKind
+from kvist.model.rows import Row
+
+NUM_CHUNKS = 7
+DIGESTS = [Digest(bytes([number] * 16)) for number in range(NUM_CHUNKS)]
+
+needs = st.sampled_from(
+    [Need(GroupKind.FULL), Need(GroupKind.WINDOW, 1), Need(GroupKind.WINDOW, 3), Need(GroupKind.CHUNKED, 2),
+     Need(GroupKind.RECURRENT)]
+)  # fmt: skip
+
+
+@given(st.data(), st.lists(needs, min_size=1, max_size=3), st.integers(1, 2))
+def test_a_prefix_is_found_with_what_it_needs(data: st.DataObject, groups: list[Need], num_shards: int):
+    """Reserved chunks do not count, no longer prefix could be served, and each row holds its chunks in order."""
+    index = ChunkIndex(LeastRecentlyUsed(), lambda _offset, _nbytes: None)
+    rows = [Row(group, shard) for group in range(len(groups)) for shard in range(num_shards)]
+    sealed: dict[Row, set[int]] = {}
+    for row in rows:
+        keys = chunk_keys(DIGESTS, group=row.group, shard=row.shard)
+        marks = data.draw(st.lists(st.sampled_from("srsss-"), min_size=NUM_CHUNKS, max_size=NUM_CHUNKS))
+        for key, mark in zip(keys, marks, strict=True):
+            if mark != "-":
+                chunk = index.reserve(key, None, 0, 1)
+                assert mark == "r" or index.seal(chunk, b"")
+        sealed[row] = {number for number, mark in enumerate(marks) if mark == "s"}
+
+    def needed(row: Row, num: int) -> range:
+        return range(first_needed(groups[row.group], num), num)
+
+    num_chunks, held = find_prefix(index, DIGESTS, groups, num_shards=num_shards)
+    servable = [num for num in range(NUM_CHUNKS + 1) if all(sealed[row].issuperset(needed(row, num)) for row in rows)]
+    assert num_chunks == max(servable)
+    for row in rows if num_chunks else ():
+        keys = chunk_keys(DIGESTS, group=row.group, shard=row.shard)
+        assert range(held[row].first_chunk, held[row].end) == needed(row, num_chunks)
+        assert [chunk.key for chunk in held[row].chunks] == [keys[number] for number in needed(row, num_chunks)]
