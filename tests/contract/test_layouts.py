@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvist.model.content import content
 from kvist.model.layout import GroupKind, KVLayout, LayerGroup
 from kvist.model.tensors import kernel_blocks, planes, token_blocks
 from kvist.model.transfer import CopyPlan, Direction
@@ -37,15 +38,14 @@ class Engine:
         self._rig = rig
         self.tensors = Tensors(case.layers)
         found = planes(*case.layers)
-        grouped = [(plane,) for plane in found] if case.is_woven else [found]
         block_tokens = lcm(*(plane.num_tokens for plane in found))
-        self.groups = [LayerGroup(GroupKind.FULL, block_tokens, some) for some in grouped]
-        KVLayout(self.tensors.memory_nbytes, tuple(self.groups))
+        self.group = LayerGroup(GroupKind.FULL, block_tokens, found)
+        KVLayout(self.tensors.memory_nbytes, (self.group,))
         self.bases: list[int] = []
 
     @property
     def block_nbytes(self) -> int:
-        return sum(group.block_nbytes for group in self.groups)
+        return self.group.block_nbytes
 
     @contextmanager
     def opened(self) -> Iterator["Engine"]:
@@ -63,28 +63,23 @@ class Engine:
     def gather(self, chunks: Sequence[Sequence[int]]) -> list[bytes]:
         """Copy chunks into slots; return the slots' bytes, after a look at the bytes around them."""
         self._rig.pool[:] = GUARD
-        self.checksums = [
-            self._rig.device.gather(plan, self.bases, range(len(chunks)), always)
-            for plan in self._plans(Direction.GATHER, chunks)
-        ]
+        self.checksums = self._rig.device.gather(
+            self._plan(Direction.GATHER, chunks), self.bases, range(len(chunks)), always
+        )
         nbytes = self.block_nbytes * len(chunks[0])
         slots = self._rig.pool[: len(chunks) * SLOT].reshape(len(chunks), SLOT)
         assert np.all(slots[:, nbytes:] == GUARD)
         assert np.all(self._rig.pool[len(chunks) * SLOT :] == GUARD)
         return [slot[:nbytes].tobytes() for slot in slots]
 
-    def scatter(self, chunks: Sequence[Sequence[int]], checksums: Sequence[Sequence[bytes]]) -> None:
+    def scatter(self, chunks: Sequence[Sequence[int]], checksums: Sequence[bytes]) -> None:
         """Copy slots into blocks."""
-        for plan, sums in zip(self._plans(Direction.SCATTER, chunks), checksums, strict=True):
-            copied = self._rig.device.scatter(plan, self.bases, range(len(chunks)), sums, always)
-            assert copied == [True] * len(chunks)
+        plan = self._plan(Direction.SCATTER, chunks)
+        assert self._rig.device.scatter(plan, self.bases, range(len(chunks)), checksums, always) == [True] * len(chunks)
 
-    def _plans(self, direction: Direction, chunks: Sequence[Sequence[int]]) -> Iterator[CopyPlan]:
-        block_ids = np.array(chunks, dtype=np.int64)
+    def _plan(self, direction: Direction, chunks: Sequence[Sequence[int]]) -> CopyPlan:
         slots = np.arange(len(chunks), dtype=np.int64) * SLOT
-        for group in self.groups:
-            yield CopyPlan(direction, group, block_ids, slots, 0)
-            slots = slots + group.block_nbytes * block_ids.shape[1]
+        return CopyPlan(direction, self.group, np.array(chunks, dtype=np.int64), slots, 0)
 
 
 def check_round_trip(rig: HostRig, case: Case, chunks: list[list[int]], targets: list[list[int]]) -> list[bytes]:
@@ -111,7 +106,7 @@ def check_round_trip(rig: HostRig, case: Case, chunks: list[list[int]], targets:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_engines_blocks_come_back_in_other_blocks(rig: HostRig, case: Case):
     """A slot is what plain indexing of the declared axes says; it comes back whole; no gap or guard byte changes."""
-    assert Engine(rig, case).groups[0].num_blocks >= NUM_BLOCKS
+    assert Engine(rig, case).group.num_blocks >= NUM_BLOCKS
     check_round_trip(rig, case, [[4, 1], [0, 3]], [[2, 5], [1, 0]])
 
 
@@ -137,7 +132,7 @@ def engines(block_tokens: int, num_heads: int, head_size: int, itemsize: int) ->
         "K list": Case("", each(pair("NB BS NH HS"), 2)),
         "K list of tokens": Case("", each(pair("PBS NH HS", block_tokens=block_tokens), 2)),
         "block outermost": Case("", [view("NL NB NH BS 2HS", "NB NL NH BS 2HS")]),
-        "head outermost in a block": Case("", [view("NL NB NH BS 2HS", "NB NH NL BS 2HS")], is_woven=True),
+        "head outermost in a block": Case("", [view("NL NB NH BS 2HS", "NB NH NL BS 2HS")]),
         "TensorRT-LLM": Case("", [view("NB NL 2 NH BS HS")]),
         "plain": Case("", [view("2 NL PBS NHHS", block_tokens=block_tokens, num_heads=num_heads)]),
     }
@@ -155,6 +150,21 @@ def test_all_engines_make_the_same_slots(rig: HostRig, num_heads, head_size, ite
             engine.tensors.stamp()
             slots += engine.gather([blocks.tolist()])
     assert len(set(slots)) == 1
+
+
+def test_all_engines_name_their_slots_alike():
+    """One model's KV has one fingerprint in every layout and block size; another number of heads has another."""
+
+    def names(num_heads: int) -> set[str]:
+        found = set()
+        for case in (case for block in (16, 128) for case in engines(block, num_heads, 8, 2).values()):
+            layers = planes(*case.layers)
+            group = LayerGroup(GroupKind.FULL, layers[0].num_tokens, layers)
+            found.add(group.fingerprint(content(case.layers[0], "bfloat16")))
+        return found
+
+    assert len(names(4)) == 1
+    assert names(4) != names(2)
 
 
 @pytest.mark.parametrize("writer", engines(16, 1, 1, 1))

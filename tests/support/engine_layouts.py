@@ -18,8 +18,6 @@ class Case:
 
     name: str
     layers: Sequence[Layer]
-    is_woven: bool = False
-    """Whether the layers of a block alternate inside it, head by head: then each is copied as a group of its own."""
 
     def __str__(self) -> str:
         return self.name
@@ -35,8 +33,8 @@ def per_layer(name: str, axes: str, **more) -> Case:
     return Case(name, each(lay(axes, SIZES, **more)))
 
 
-def whole(name: str, axes: str, order: str = "", *, is_woven: bool = False, **more) -> Case:
-    return Case(name, [lay(axes, SIZES, order=order, **more)], is_woven)
+def whole(name: str, axes: str, order: str = "", **more) -> Case:
+    return Case(name, [lay(axes, SIZES, order=order, **more)])
 
 
 def lists(name: str, axes: str, **more) -> Case:
@@ -92,13 +90,13 @@ CASES = [
     whole("vLLM cross-layer 0.20-0.25", "NB NL 2 BS NH HS"),
     whole("vLLM cross-layer 0.20-0.25, logical", "NL NB 2 BS NH HS", "NB NL 2 BS NH HS"),
     whole("vLLM cross-layer 0.26-0.28 NHD", "NL NB NH BS 2HS", "NB NL BS NH 2HS"),
-    whole("vLLM cross-layer 0.26-0.28 HND", "NL NB NH BS 2HS", "NB NH NL BS 2HS", is_woven=True),
+    whole("vLLM cross-layer 0.26-0.28 HND", "NL NB NH BS 2HS", "NB NH NL BS 2HS"),
     whole("vLLM 0.29-0.33 LBNHC", "NL NB NH BS 2HS", "NL NB BS NH 2HS"),
     whole("vLLM 0.29-0.33 LBHNC", "NL NB NH BS 2HS"),
     whole("vLLM 0.29-0.33 LHBNC", "NL NB NH BS 2HS", "NL NH NB BS 2HS"),
     whole("vLLM 0.29-0.33 BLNHC", "NL NB NH BS 2HS", "NB NL BS NH 2HS"),
     whole("vLLM 0.29-0.33 BLHNC, padded blocks", "NL NB NH BS 2HS", "NB NL NH BS 2HS", gaps={"NB": 64}),
-    whole("vLLM 0.29-0.33 BHLNC", "NL NB NH BS 2HS", "NB NH NL BS 2HS", is_woven=True),
+    whole("vLLM 0.29-0.33 BHLNC", "NL NB NH BS 2HS", "NB NH NL BS 2HS"),
     Case("vLLM Mamba 0.29-0.33, 18,688 of 65,536 bytes", each(_MAMBA, 2)),
     _mamba_lists(),
     Case("vLLM, SGLang DSA indexer", each(_INDEXER)),

@@ -218,7 +218,11 @@ class LayerGroup:
         Strides, offsets and block counts do not enter: engines that differ only in these share chunks. How many tokens
         share a row does: an opaque page is a row that all tokens of its block share.
         """
-        rows = [f"{p.num_kv}x{p.num_heads}x{p.row_nbytes}/{self.block_tokens // p.num_tokens}" for p in self.planes]
+        rows = [
+            f"{p.num_heads}x{p.row_nbytes}/{self.block_tokens // p.num_tokens}"
+            for p in self.planes
+            for _ in range(p.num_kv)
+        ]
         window = "" if self.window is None else f" {self.window}"
         text = f"{self.kind.value}{window}|{content}|{';'.join(rows)}"
         return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -273,6 +277,8 @@ class KVLayout:
 def _check_apart(planes: Sequence[LayerPlane]) -> None:
     """Refuse planes of one group that share a byte, or that cannot be shown not to."""
     ordered = sorted(planes, key=lambda plane: (plane.memory, plane.offset))
+    if _is_one_nest(ordered):
+        return
     first, end = ordered[0], ordered[0].end
     for previous, plane in pairwise(ordered):
         if plane.memory != first.memory or plane.offset >= end:
@@ -285,3 +291,17 @@ def _check_apart(planes: Sequence[LayerPlane]) -> None:
         if not (is_alike and is_behind and is_inside):
             raise LayoutError(f"two layers overlap in allocation {plane.memory}: {previous} and {plane}")
         end = max(end, plane.end)
+
+
+def _is_one_nest(ordered: Sequence[LayerPlane]) -> bool:
+    """Return whether planes differ by an even step of offset alone, which nests with their own steps."""
+    first, step = ordered[0], ordered[1].offset - ordered[0].offset if len(ordered) > 1 else 0
+    if any(replace(first, offset=first.offset + number * step) != plane for number, plane in enumerate(ordered)):
+        return False
+    extent = first.row_nbytes
+    steps = [(len(ordered), step), *first._steps()]  # noqa: SLF001 -- of the same module
+    for stride, count in sorted((stride, count) for count, stride in steps if count > 1):
+        if stride < extent:
+            return False
+        extent += (count - 1) * stride
+    return True
