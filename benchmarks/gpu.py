@@ -47,6 +47,11 @@ class GpuLayout:
     def page_nbytes(self) -> int:
         return self.num_kv * self.block_tokens * self.num_heads * self.row_nbytes
 
+    def memory_nbytes(self, num_blocks: int) -> int:
+        """Return the size of each layer's allocation."""
+        is_apart = self.num_kv > 1 and not self.kv_stride
+        return num_blocks * self.block_stride * (2 if is_apart else 1)
+
     @property
     def token_nbytes(self) -> int:
         return self.num_layers * self.page_nbytes // self.block_tokens
@@ -74,6 +79,12 @@ OTHERS = [
     GpuLayout("one KV head, 80 layers", 80, 16, 8_192, 256, 2, 4_096, 256),
     GpuLayout("MLA, block 16", 61, 16, 18_432, 1_152, 1, 0, 1_152),
     GpuLayout("MLA, block 64", 61, 64, 73_728, 1_152, 1, 0, 1_152),
+    GpuLayout("Llama-3-8B, all layers in a block", 1, 16, 2 << 20, 128 << 10, 1, 0, 128 << 10),
+    GpuLayout("Llama-3-8B, 4 of 8 heads", 32, 16, 65_536, 1_024, 2, 32_768, 2_048),
+    GpuLayout("Llama-3-8B, 1 of 8 heads", 32, 16, 65_536, 256, 2, 32_768, 2_048),
+    GpuLayout("gpt-oss-120b, 18 full layers", 18, 16, 32_768, 1_024, 2, 16_384, 1_024),
+    GpuLayout("sparse indexer, pages of 64 rows of 132 bytes", 61, 64, 8_448, 132, 1, 0, 132),
+    GpuLayout("states of 18,688 bytes in pages of 65,536", 36, 256, 65_536, 73, 1, 0, 73),
 ]
 
 
@@ -87,7 +98,7 @@ class GpuEngine:
         self.layout = layout
         self.num_blocks = num_blocks
         self.chunk_tokens = chunk_tokens
-        nbytes = layout.page_nbytes * num_blocks
+        nbytes = layout.memory_nbytes(num_blocks)
         noise = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
         self.memory = []
         for layer in range(layout.num_layers):
@@ -102,7 +113,7 @@ class GpuEngine:
 
     def read(self, layer: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the bytes of a layer."""
-        data = np.empty(self.layout.page_nbytes * self.num_blocks, dtype=np.uint8)
+        data = np.empty(self.layout.memory_nbytes(self.num_blocks), dtype=np.uint8)
         driver.call("cuMemcpyDtoH", data.ctypes.data, self.memory[layer], data.nbytes)
         return data
 
@@ -112,7 +123,7 @@ class GpuEngine:
 
     def clear(self, layer: int) -> None:
         """Set a layer to zero."""
-        driver.call("cuMemsetD8", self.memory[layer], 0, self.layout.page_nbytes * self.num_blocks)
+        driver.call("cuMemsetD8", self.memory[layer], 0, self.layout.memory_nbytes(self.num_blocks))
 
     def close(self) -> None:
         """Leave the daemon and free the memory."""
@@ -131,7 +142,7 @@ def start_lane(socket: str, engine: GpuEngine, governor: Governor | None = None)
     """Copy an engine's memory with threads of this process; a ``governor`` is told of its steps by the caller."""
     row = row_memory(Row(0, 0), engine.layout.group(engine.num_blocks), engine.chunk_tokens)
     device = device_of(engine.memory[0])
-    nbytes = engine.layout.page_nbytes * engine.num_blocks
+    nbytes = engine.layout.memory_nbytes(engine.num_blocks)
     memory = describe_memory([MemoryHandle(ENGINE, nbytes, device) for _ in engine.memory])
 
     def registrar(number: int) -> tuple[wire.Register, tuple[int, ...]]:
