@@ -13,6 +13,7 @@
     - NotRegistered         the session has not registered its KV memory
     - AlreadyRegistered     the session has registered it already
     - LayoutRefused         the registered layout is not served; the text says why
+    - PoolKept              no engine gets the daemon's pool; the daemon copies for it instead
     - InvalidBlocks         block ids out of range, duplicate, too few, or the null block
     - UnknownLease          the lease expired, was released, or never existed
     - ForeignLease          the lease belongs to another engine
@@ -95,6 +96,12 @@ class LayoutRefused(Refused):
     code = "layout_refused"
 
 
+class PoolKept(Refused):
+    """The daemon keeps its pool to itself: it copies where it can reach the memory."""
+
+    code = "pool_kept"
+
+
 class InvalidBlocks(Refused):
     """Block ids are out of range, duplicate, too few, or name the null block."""
 
@@ -140,10 +147,14 @@ class DeadlineExceeded(Unreachable):
 
 
 REFUSALS: dict[str, type[Refused]] = {
-    refusal.code: refusal
-    for refusal in (
-        Refused, Malformed, NotPermitted, NotRegistered, AlreadyRegistered, LayoutRefused, InvalidBlocks,
+    kind.code: kind
+    for kind in (
+        Refused, Malformed, NotPermitted, NotRegistered, AlreadyRegistered, LayoutRefused, PoolKept, InvalidBlocks,
         UnknownLease, ForeignLease, LeaseClaimed, Overloaded, Draining,
     )
 }  # fmt: skip
-"""The class for each code that may arrive in an error reply."""
+
+
+def refusal(code: str, detail: str) -> Refused:
+    """Return what an error reply says, as the class that it was."""
+    return REFUSALS.get(code, Refused)(detail)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvist.errors import LayoutRefused
+from kvist.errors import PoolKept
 from kvist.wire import messages as wire
 from tests.e2e.conftest import Connect
 from tests.support.copier import KEPT, NBYTES, OPEN, ROOT, Copier, CopierProcess, registration
@@ -140,7 +140,7 @@ def test_a_daemon_that_isolates_gives_no_engine_its_pool(tmp_path: Path, connect
         with Peer(daemon.path) as peer:
             reply = peer.hello().ask(registration(2))
             assert isinstance(reply, wire.Error)
-            assert (reply.code, "--isolate" in reply.detail, peer.fds) == (LayoutRefused.code, True, [])
+            assert (reply.code, "--isolate" in reply.detail, peer.fds) == (PoolKept.code, True, [])
         engine = connect(daemon)
         engine.store(prompt)
         assert engine.load(prompt, engine.look_up(prompt)) == []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kvist.client.connection import Connection
-from kvist.errors import REFUSALS, DeadlineExceeded, KvistError, Overloaded, ProtocolError, Refused, Unreachable
+from kvist.errors import DeadlineExceeded, KvistError, Overloaded, ProtocolError, Unreachable, refusal
 from kvist.wire import messages as wire
 from kvist.wire.codec import FDS_MAX, encode
 
@@ -196,7 +196,7 @@ class Client:
         if pending.reply is None:
             raise DeadlineExceeded(f"the kvist daemon at {self.path} has not answered in time")
         if isinstance(pending.reply, wire.Error):
-            raise REFUSALS.get(pending.reply.code, Refused)(pending.reply.detail)
+            raise refusal(pending.reply.code, pending.reply.detail)
         return pending.reply
 
     def register(self, deadline_s: float | None = None) -> wire.Registered:
@@ -210,7 +210,7 @@ class Client:
         while self.registration is None and self._link is not None and (left := end - self._clock()) > 0:
             self.poll(left)
         if isinstance(self.registration, wire.Error):
-            raise REFUSALS.get(self.registration.code, Refused)(self.registration.detail)
+            raise refusal(self.registration.code, self.registration.detail)
         if self._link is None:
             raise Unreachable(self._last_failure)
         if self.registration is None:

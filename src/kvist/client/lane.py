@@ -25,7 +25,7 @@ import numpy as np
 
 from kvist.client.client import Build, Client, Pending
 from kvist.client.pool import LaneMemory, MakeDevice, OpenPool
-from kvist.errors import KvistError, LayoutError, Unreachable
+from kvist.errors import KvistError, LayoutError, Unreachable, refusal
 from kvist.model.transfer import CHECKSUM_NBYTES, Direction, split_checksums
 from kvist.transfer.executor import Job
 from kvist.transfer.governor import Governor
@@ -99,7 +99,7 @@ class EngineLane:
         self._opening: Future[OpenPool] | None = None
         self._opener = ThreadPoolExecutor(1, thread_name_prefix="kvist-pool")
         """Opens and closes pools, one after another: to pin one takes long, and to close one is to wait for copies."""
-        self._outcome: wire.Registered | str | None = None
+        self._outcome: wire.Registered | KvistError | None = None
         """What became of the registration: a pool that is open, or why there is none."""
         self._changed = threading.Event()
         self._gate = threading.Lock()
@@ -131,7 +131,9 @@ class EngineLane:
         """Return the daemon's answer to the registration.
 
         Raises:
-            LayoutError: the daemon or the device refuses; says why.
+            Refused: the daemon will not have it; says why.
+            LayoutError: the device cannot copy such memory.
+            DeviceError: the device cannot be used.
             Unreachable: no daemon, or no answer in time. The lane goes on trying when there is something to send.
         """
         ping = self.submit(wire.Ping)
@@ -139,8 +141,8 @@ class EngineLane:
         while self._outcome is None and not ping.is_lost and (left := end - time.monotonic()) > 0:
             self.poll(left)
         outcome = self._outcome
-        if isinstance(outcome, str):
-            raise LayoutError(outcome)
+        if isinstance(outcome, KvistError):
+            raise outcome
         if outcome is None:
             raise Unreachable(
                 self._client.failure
@@ -344,7 +346,7 @@ class EngineLane:
             self._retire_pool()
             self._registered = registered
             if isinstance(registered, wire.Error):
-                self._outcome = f"{registered.code}: {registered.detail}"
+                self._outcome = refusal(registered.code, registered.detail)
             elif registered is not None:
                 fds, nbytes = self._client.take_fds(), registered.pool_nbytes
                 self._opening = self._opener.submit(
@@ -363,10 +365,10 @@ class EngineLane:
             assert isinstance(self._registered, wire.Registered)
             self._outcome = self._registered
         elif isinstance(error, KvistError):
-            self._outcome = str(error)
-            logger.warning("pool not opened: %s", self._outcome)
+            self._outcome = error
+            logger.warning("pool not opened: %s", error)
         else:
-            self._outcome = repr(error)
+            self._outcome = LayoutError(f"fault while the pool was opened: {error!r}")
             logger.error("fault while opening the pool", exc_info=error)
         self._changed.set()
 

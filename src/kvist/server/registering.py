@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvist.errors import AlreadyRegistered, LayoutError, LayoutRefused, Malformed
+from kvist.errors import AlreadyRegistered, LayoutError, LayoutRefused, Malformed, PoolKept
 from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.rows import RowMemory
 from kvist.server.engine_lane import EngineLane
@@ -138,7 +138,7 @@ class Registrar:
     def _register_engine(self, session: Session, request: wire.Register, opening: _Opening) -> None:
         """Let an engine copy for itself: it gets the pool, and the daemon its word."""
         if self._runtime.pool_fd is None:
-            raise LayoutRefused(
+            raise PoolKept(
                 f"the worker of {opening.rows[0].row} wants to copy for itself, and this daemon gives no engine its "
                 f"pool (--isolate); use the daemon lane"
             )

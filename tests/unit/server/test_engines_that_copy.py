@@ -63,7 +63,7 @@ def test_a_daemon_that_isolates_gives_its_pool_to_nobody():
     daemon = SimulatedDaemon(NUM_SLOTS, is_isolated=True)
     copier = CopyingEngine(daemon, shard=3)
     code, detail = refusal(copier, copier.register())
-    assert (code, "--isolate" in detail, "shard 3" in detail) == ("layout_refused", True, True)
+    assert (code, "--isolate" in detail, "shard 3" in detail) == ("pool_kept", True, True)
     assert copier.pool_fds == []
     assert daemon.processes == []
     fds = [memory.fd for memory in copier.memory]
