@@ -283,5 +283,22 @@ def _check_apart(planes: Sequence[LayerPlane]) -> None:
         is_behind = previous.offset + previous.page_extent_nbytes <= plane.offset
         is_inside = plane.offset + plane.page_extent_nbytes <= first.offset + first.block_stride
         if not (is_alike and is_behind and is_inside):
+            if _is_comb(ordered):
+                return
             raise LayoutError(f"two layers overlap in allocation {plane.memory}: {previous} and {plane}")
         end = max(end, plane.end)
+
+
+def _is_comb(ordered: Sequence[LayerPlane]) -> bool:
+    """Return whether planes that differ in their offset alone, by equal steps, share no byte: heads outside layers."""
+    distances = {plane.offset - previous.offset for previous, plane in pairwise(ordered)}
+    if len(distances) > 1 or len({replace(plane, offset=0) for plane in ordered}) > 1:
+        return False
+    first = ordered[0]
+    steps = [*first._steps(), (len(ordered), *distances)]  # noqa: SLF001 -- a law of this module
+    extent = first.row_nbytes
+    for stride, count in sorted((stride, count) for count, stride in steps if count > 1):
+        if stride < extent:
+            return False
+        extent += (count - 1) * stride
+    return True
