@@ -137,6 +137,20 @@ def test_layers_that_share_a_byte_are_refused(second: LayerPlane):
     assert LayerGroup(GroupKind.FULL, 4, (FIRST, replace(second, memory=1)))
 
 
+def test_heads_outside_layers():
+    """Layers whose heads lie between each other's are apart if they are alike and lie at equal steps."""
+    layers = [
+        LayerPlane(0, 32 * at, 4, 192, 16, num_tokens=2, token_stride=16, num_heads=2, head_stride=96)
+        for at in range(3)
+    ]
+    assert LayerGroup(GroupKind.FULL, 4, tuple(layers)).block_nbytes == 192
+    for other in (replace(layers[2], offset=65), replace(layers[2], num_tokens=1), replace(layers[2], head_stride=95)):
+        with pytest.raises(LayoutError, match="two layers overlap"):
+            LayerGroup(GroupKind.FULL, 4, (*layers[:2], other))
+    with pytest.raises(LayoutError, match="two layers overlap"):
+        LayerGroup(GroupKind.FULL, 4, tuple(replace(layer, offset=16 * at) for at, layer in enumerate(layers)))
+
+
 def test_many_layers_are_checked_in_no_time():
     """Thousands of interleaved layers are accepted within a second, and two that overlap are found among them."""
     num = 4096

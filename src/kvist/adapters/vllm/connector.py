@@ -17,16 +17,19 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvist.adapters.vllm import layout
+from kvist.adapters.vllm.groups import choose_chunk_tokens, engine_groups
 from kvist.adapters.vllm.handover import HandedOver, keep_memory, share_memory
+from kvist.adapters.vllm.layout import WorkerMemory
 from kvist.adapters.vllm.metadata import KvistMetadata, KvistWorkerMetadata, StoreJob
+from kvist.adapters.vllm.namespace import describe_namespace
 from kvist.adapters.vllm.options import Options, parse_options
 from kvist.adapters.vllm.scheduler import EngineFacts, SchedulerSide
+from kvist.adapters.vllm.shards import Cut, choose_sharding
 from kvist.adapters.vllm.sharing import share_storages
 from kvist.adapters.vllm.worker import Results, WorkerSide
 from kvist.client.client import Client
 from kvist.errors import ConfigError, DeviceError, KeyInvalid, KvistError, LayoutError, Refused
 from kvist.model.handles import HOST, MemoryHandle
-from kvist.model.layout import LayerGroup
 from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
 
@@ -78,6 +81,8 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._config = vllm_config
         self._cache_config = kv_cache_config
         self._options = Options()
+        self._cut: Cut | None = None
+        """What both sides have worked out alike; None if that could not be done."""
         self._start(role)
 
     @guarded(None)
@@ -87,17 +92,17 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = self._config.kv_transfer_config
         try:
             self._options = parse_options(transfer.kv_connector_extra_config)
-            layout.check_served(self._config, self._cache_config)
+            layout.check_served(self._config)
+            self._cut = self._choose_cut()
             block_tokens = layout.block_tokens(self._cache_config)
-            self._chunk_tokens = self._options.choose_chunk_tokens(block_tokens)
             if self._worker is not None:
-                blocks_per_chunk = self._chunk_tokens // block_tokens
+                blocks_per_chunk = self._cut.chunk_tokens // block_tokens
                 self._worker = WorkerSide(
                     blocks_per_chunk=blocks_per_chunk, deadline_s=self._options.deadline_s,
                     governor=Governor(self._options.decode_slowdown_max),
                 )  # fmt: skip
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler = self._make_scheduler(block_tokens)
+                self._scheduler = self._make_scheduler(self._cut, block_tokens)
         except (ConfigError, KeyInvalid, LayoutError) as error:
             self._disable(str(error))
             return
@@ -107,13 +112,23 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 "error instead of being computed. Start vLLM with %s", FLAG,
             )  # fmt: skip
 
-    def _make_scheduler(self, block_tokens: int) -> SchedulerSide:
-        namespace = layout.describe_namespace(
-            self._config, self._cache_config, chunk_tokens=self._chunk_tokens, version=self._options.weights_version
+    def _choose_cut(self) -> Cut:
+        """Work out from the configuration what both sides must agree on."""
+        is_opaque = self._options.pages == "opaque"
+        chunk_tokens = choose_chunk_tokens(self._options, self._cache_config)
+        groups = engine_groups(self._config, self._cache_config, chunk_tokens)
+        sharding = choose_sharding(
+            self._config, self._cache_config, head_shards=self._options.head_shards, is_opaque=is_opaque
         )
+        return Cut(groups, sharding, chunk_tokens, is_opaque)
+
+    def _make_scheduler(self, cut: Cut, block_tokens: int) -> SchedulerSide:
+        namespace = describe_namespace(self._config, self._cache_config, cut, version=self._options.weights_version)
         facts = EngineFacts(
             block_tokens=block_tokens,
             num_workers=self._config.parallel_config.world_size,
+            num_shards=cut.sharding.num_shards,
+            num_readers=cut.sharding.num_readers,
             num_blocks=int(self._cache_config.num_blocks),
             # What a daemon reads is held for as long as it takes, even if that is for ever; what this process reads is
             # let go of in time.
@@ -144,23 +159,22 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @guarded(None)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._refusal or self._worker is None:
+        cut = self._cut
+        if self._refusal or self._worker is None or cut is None:
             return
         try:
-            group, storages = layout.describe(kv_caches, self._cache_config)
-            memory = self._hand_over(group, storages)
+            found = layout.describe_memory(self._config, kv_caches, self._cache_config, cut)
+            memory = self._hand_over(found)
         except (LayoutError, DeviceError) as error:
             self._disable(str(error))
             return
-        parallel = self._config.parallel_config
 
         def registrar(request_id: int) -> tuple[wire.Register, tuple[int, ...]]:
-            message = memory.registration(request_id, shard=parallel.rank, chunk_tokens=self._chunk_tokens)
-            return message, memory.fds
+            return memory.registration(request_id, chunk_tokens=cut.chunk_tokens), memory.fds
 
-        client = self._client(f"worker {parallel.rank}", registrar)
-        requests = memory.requests(client, self._worker.governor, shard=parallel.rank, chunk_tokens=self._chunk_tokens)
-        self._worker.connect(requests, memory.fence)
+        client = self._client(f"worker {self._config.parallel_config.rank}", registrar)
+        requests = memory.requests(client, self._worker.governor)
+        self._worker.connect(requests, memory.fence, found.rows_of_group(cut.groups))
         try:
             registered = requests.register(_REGISTRATION_S)
         except (Refused, LayoutError) as error:
@@ -169,20 +183,23 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.warning("kvist: %s; will try again when there is something to keep", error)
         else:
             logger.info(
-                "kvist: KV memory shared lane=%s chunk_tokens=%d chunk=%d B",
-                "engine" if memory.bases else "daemon", self._chunk_tokens, sum(registered.chunk_nbytes),
+                "kvist: KV memory shared lane=%s chunk_tokens=%d chunk=%d B rows=%d",
+                "engine" if memory.bases else "daemon", cut.chunk_tokens, sum(registered.chunk_nbytes), len(found.rows),
             )  # fmt: skip
+            for text in found.texts:
+                logger.info("kvist: %s", text)
 
     @property
     def _is_copied_by_daemon(self) -> bool:
         return layout.device_type(self._config) != "cuda" or self._options.lane == "daemon"
 
-    def _hand_over(self, group: LayerGroup, storages: list[Any]) -> HandedOver:
+    def _hand_over(self, found: WorkerMemory) -> HandedOver:
         """Make a worker's memory reachable for whoever copies."""
+        rows, storages = found.rows, found.storages
         if layout.device_type(self._config) != "cuda":
             handles = tuple(MemoryHandle(HOST, storage.nbytes()) for storage in storages)
-            return HandedOver(group, handles, fds=tuple(share_storages(storages)))
-        return share_memory(group, storages) if self._is_copied_by_daemon else keep_memory(group, storages)
+            return HandedOver(rows, handles, fds=tuple(share_storages(storages)))
+        return share_memory(rows, storages) if self._is_copied_by_daemon else keep_memory(rows, storages)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

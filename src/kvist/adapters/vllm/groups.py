@@ -1,17 +1,23 @@
 """vLLM's KV cache groups in our words, as far as both sides of the connector know them.
 
 The law: a group's kind comes from its specification's type, never from sizes; a type that is not known is refused by
-name. Source: vLLM 0.24 to 0.33, ``v1/kv_cache_interface.py``.
+name. Both sides compute the same groups, from the configuration alone. A window that is shorter than a chunk is rounded
+up to whole blocks: more is kept than the layers look at, and nothing is missing. Source: vLLM 0.24 to 0.33,
+``v1/kv_cache_interface.py``, ``v1/core/kv_cache_utils.py``, ``v1/core/sched/scheduler.py``.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvist.errors import LayoutError
-from kvist.model.coverage import Need
-from kvist.model.layout import GroupKind
+from kvist.adapters.vllm.options import Options
+from kvist.errors import ConfigError, LayoutError
+from kvist.model.coverage import Need, need_of
+from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
+from kvist.units import align_up
 
 _KINDS: Final = {
     "FullAttentionSpec": GroupKind.FULL,
@@ -21,17 +27,25 @@ _KINDS: Final = {
     "ChunkedLocalAttentionSpec": GroupKind.CHUNKED,
     "MambaSpec": GroupKind.RECURRENT,
 }
+_CHUNK_TOKENS: Final = 256
+_LARGE_BLOCK_TOKENS: Final = 128
+_ONE_PLANE: Final = (LayerPlane(memory=0, offset=0, num_blocks=1, block_stride=1, row_nbytes=1),)
+"""Stands for the layers where only tokens and blocks are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup:
-    """One of vLLM's KV cache groups, whose block ids are those at ``number`` in every tuple of block ids."""
+    """One of vLLM's KV cache groups.
+
+    The daemon numbers the groups that are served by their order: needs and rows count by it.
+    """
 
     number: int
+    """Place in vLLM's tuples of block ids."""
     kind: GroupKind
     block_tokens: int
     window: int | None
-    """Tokens: of a sliding window, or of an attention chunk."""
+    """Tokens: of a sliding window, in whole blocks where it is shorter than a chunk, or of an attention chunk."""
     blocks_per_chunk: int
     """Of the engine's blocks in one chunk, whether stored or not."""
     stored_blocks_per_chunk: int
@@ -41,16 +55,122 @@ class EngineGroup:
     """Holds layers of a draft model, which may rewrite the last block while the engine decodes."""
 
 
+def engine_groups(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> tuple[EngineGroup, ...]:
+    """Return the groups that are kept, in vLLM's order, in chunks of ``chunk_tokens``.
+
+    Groups that vLLM rebuilds itself after a hit are left out.
+
+    Raises:
+        LayoutError: a group, or how it is cut over ranks, is not served; names it.
+    """
+    parallel = vllm_config.parallel_config
+    sizes = [
+        int(getattr(parallel, f"{name}_context_parallel_size", 1)) for name in ("decode", "prefill")
+    ]  # fmt: skip
+    if max(sizes) > 1:
+        raise LayoutError(f"context parallelism of {sizes[0]} (decode) and {sizes[1]} (prefill) ranks is not served")
+    return tuple(_describe(number, group, chunk_tokens) for number, group in served_groups(kv_cache_config))
+
+
+def choose_chunk_tokens(options: Options, kv_cache_config: Any) -> int:
+    """Return the chunk size for an engine: a multiple of all groups' blocks, as vLLM's own hits are.
+
+    Without the option 256 tokens, or what comes next below it as a multiple; one such block where it has 128 tokens or
+    more, since smaller chunks leave less of a prompt's end to be computed again.
+
+    Raises:
+        ConfigError: the option is no multiple of the blocks.
+    """
+    sizes = sorted({int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups})
+    block = math.lcm(*sizes)
+    if options.chunk_tokens % block:
+        raise ConfigError(
+            f"chunk_tokens {options.chunk_tokens} is no multiple of the engine's blocks of {_spell(sizes)} tokens; set "
+            f"it to {align_up(options.chunk_tokens, block)}"
+        )
+    if options.chunk_tokens:
+        return options.chunk_tokens
+    return block if block >= _LARGE_BLOCK_TOKENS else _CHUNK_TOKENS // block * block
+
+
+def served_groups(kv_cache_config: Any) -> list[tuple[int, Any]]:
+    """Return vLLM's groups that are kept, with their places in its tuples of block ids.
+
+    Left out is what vLLM fills itself after a load: replicas on the accelerator (``enable_kv_transfer`` is false), the
+    last tokens of a window that it computes again, and rings of tokens that are not compressed yet, which are empty
+    where a hit ends (``prefix_cacheable`` is false).
+
+    Raises:
+        LayoutError: a group lies in host memory or has a role, or none is left.
+    """
+    served = []
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        role = getattr(group, "role", None)
+        if getattr(group, "host_resident", False):
+            raise LayoutError(f"KV cache group {number} lies in vLLM's own host memory, which is not served")
+        if not getattr(group, "enable_kv_transfer", True) or not getattr(group.kv_cache_spec, "prefix_cacheable", True):
+            continue
+        if role is not None and str(getattr(role, "value", role)) != "default":
+            raise LayoutError(f"KV cache group {number} has the role {role!r}, which is not served")
+        served.append((number, group))
+    if not served:
+        raise LayoutError(f"none of {len(kv_cache_config.kv_cache_groups)} KV cache groups can be kept")
+    return served
+
+
+def specs_of(spec: Any) -> list[Any]:
+    """Return the specifications of a group's layers; one for all, unless it says that they differ in size."""
+    return list((getattr(spec, "kv_cache_specs", None) or {"": spec}).values())
+
+
 def kind_of(spec: Any) -> GroupKind:
     """Return the kind of a group's specification.
 
     Raises:
         LayoutError: it is of none that is served; names it.
     """
-    names = {type(one).__name__ for one in (getattr(spec, "kv_cache_specs", None) or {"": spec}).values()}
+    names = {type(one).__name__ for one in specs_of(spec)}
     kinds = {_KINDS.get(name) for name in names}
     if len(kinds) != 1 or None in kinds:
         raise LayoutError(f"a KV cache group of {sorted(names)}; served are groups of one kind of {sorted(_KINDS)}")
     (kind,) = kinds
     assert kind is not None
     return kind
+
+
+def _describe(number: int, group: Any, chunk_tokens: int) -> EngineGroup:
+    spec = group.kv_cache_spec
+    kind = kind_of(spec)
+    first = specs_of(spec)[0]
+    block_tokens = int(spec.block_size)
+    if kind is GroupKind.RECURRENT and str(first.mamba_cache_mode) == "none":
+        raise LayoutError(
+            f"KV cache group {number} ({group.layer_names[0]} and others) keeps no states where blocks end; start with "
+            f"--mamba-cache-mode align and with prefix caching"
+        )
+    window = _window_of(first, kind, block_tokens, chunk_tokens)
+    layers = LayerGroup(kind, block_tokens, _ONE_PLANE, window=window)
+    return EngineGroup(
+        number=number,
+        kind=kind,
+        block_tokens=block_tokens,
+        window=window,
+        blocks_per_chunk=layers.blocks_per_chunk(chunk_tokens),
+        stored_blocks_per_chunk=layers.stored_blocks_per_chunk(chunk_tokens),
+        need=need_of(layers, chunk_tokens),
+        is_draft=bool(getattr(group, "is_eagle_group", False)),
+    )
+
+
+def _window_of(spec: Any, kind: GroupKind, block_tokens: int, chunk_tokens: int) -> int | None:
+    if kind is GroupKind.CHUNKED:
+        return int(spec.attention_chunk_size)
+    if kind is not GroupKind.WINDOW:
+        return None
+    # Drafts of several modules go back behind the window by some tokens.
+    window = int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+    return align_up(window, block_tokens) if window < chunk_tokens else window
+
+
+def _spell(sizes: Sequence[int]) -> str:
+    return " and ".join(map(str, sizes))

@@ -18,8 +18,7 @@ from kvist.device.cuda.device import CudaDevice, PoolFile
 from kvist.device.cuda.export import device_of, export_memory
 from kvist.device.cuda.fences import SharedFence, StreamFences
 from kvist.model.handles import ENGINE, MemoryHandle
-from kvist.model.layout import LayerGroup
-from kvist.model.rows import Row, row_memory
+from kvist.model.rows import RowMemory
 from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
 from kvist.wire.describing import describe_memory, describe_row
@@ -29,32 +28,31 @@ from kvist.wire.describing import describe_memory, describe_row
 class HandedOver:
     """What a registration says, and what goes with it."""
 
-    group: LayerGroup
+    rows: tuple[RowMemory, ...]
     handles: tuple[MemoryHandle, ...]
     bases: tuple[int, ...] = ()
     """Addresses in this process, where it copies for itself."""
     fds: tuple[int, ...] = ()
     fence: SharedFence | None = None
 
-    def requests(self, client: Client, governor: Governor, *, shard: int, chunk_tokens: int) -> Client | EngineLane:
+    def requests(self, client: Client, governor: Governor) -> Client | EngineLane:
         """Return where the worker's requests go: to the daemon, or to threads that copy."""
         if not self.bases:
             return client
-        memory = LaneMemory([row_memory(Row(0, shard), self.group, chunk_tokens)], self.bases)
         device = self.handles[0].device
         return EngineLane(
-            client, memory, lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)), StreamFences(current_stream),
-            governor,
+            client, LaneMemory(self.rows, self.bases), lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)),
+            StreamFences(current_stream), governor,
         )  # fmt: skip
 
-    def registration(self, request_id: int, *, shard: int, chunk_tokens: int) -> wire.Register:
+    def registration(self, request_id: int, *, chunk_tokens: int) -> wire.Register:
         """Describe the memory to the daemon; ``fds`` travel beside it."""
         fence = self.fence.handle if self.fence is not None else b""
-        rows = [describe_row(row_memory(Row(0, shard), self.group, chunk_tokens))]
+        rows = [describe_row(held) for held in self.rows]
         return wire.Register(request_id, chunk_tokens, describe_memory(self.handles), rows, fence)
 
 
-def keep_memory(group: LayerGroup, storages: Sequence[Any]) -> HandedOver:
+def keep_memory(rows: Sequence[RowMemory], storages: Sequence[Any]) -> HandedOver:
     """Describe memory that its own worker copies from and to.
 
     Raises:
@@ -62,10 +60,10 @@ def keep_memory(group: LayerGroup, storages: Sequence[Any]) -> HandedOver:
     """
     device = device_of(storages[0].data_ptr())
     handles = tuple(MemoryHandle(ENGINE, storage.nbytes(), device) for storage in storages)
-    return HandedOver(group, handles, tuple(storage.data_ptr() for storage in storages))
+    return HandedOver(tuple(rows), handles, tuple(storage.data_ptr() for storage in storages))
 
 
-def share_memory(group: LayerGroup, storages: Sequence[Any]) -> HandedOver:
+def share_memory(rows: Sequence[RowMemory], storages: Sequence[Any]) -> HandedOver:
     """Export memory for the daemon, each allocation once, and find every layer's place in it.
 
     Raises:
@@ -73,16 +71,21 @@ def share_memory(group: LayerGroup, storages: Sequence[Any]) -> HandedOver:
         DeviceError: CUDA fails.
     """
     exported, places = export_memory([(storage.data_ptr(), storage.nbytes()) for storage in storages])
-    planes = tuple(
-        replace(plane, memory=places[plane.memory][0], offset=plane.offset + places[plane.memory][1])
-        for plane in group.planes
-    )
     return HandedOver(
-        replace(group, planes=planes),
+        tuple(_move(held, places) for held in rows),
         tuple(one.handle for one in exported),
         fds=tuple(fd for one in exported for fd in one.fds),
         fence=SharedFence(current_stream),
     )
+
+
+def _move(held: RowMemory, places: Sequence[tuple[int, int]]) -> RowMemory:
+    """Return a row whose planes lie in exported allocations: ``places`` says where each storage begins in which."""
+    planes = tuple(
+        replace(plane, memory=places[plane.memory][0], offset=plane.offset + places[plane.memory][1])
+        for plane in held.group.planes
+    )
+    return replace(held, group=replace(held.group, planes=planes))
 
 
 def current_stream() -> int:

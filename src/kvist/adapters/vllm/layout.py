@@ -1,36 +1,36 @@
-"""vLLM's KV memory in our words: what a block is, where it lies, what its bytes mean.
+"""vLLM's KV memory in our words: where each group's blocks lie, and which rows of a prefix a worker holds in them.
 
-All that differs between vLLM versions, back ends and models is here. The law: what this module cannot describe with
-certainty it refuses, with a sentence that names it; nothing is guessed from sizes. Sources: vLLM 0.24 to 0.33,
-``v1/kv_cache_interface.py``, ``v1/worker/utils.py``, ``v1/core/block_pool.py``, ``v1/attention/backends/cpu_attn.py``.
+All that differs between vLLM versions, back ends and models is here and in ``formats.py``. The law: what this module
+cannot describe with certainty it refuses, with a sentence that names it; nothing is guessed from sizes. Groups overlay
+the same bytes: a block belongs to one of them at a time. Sources: vLLM 0.20 to 0.33, ``v1/kv_cache_interface.py``,
+``v1/worker/utils.py``, ``v1/worker/gpu_model_runner.py``, ``v1/core/block_pool.py``, ``v1/attention/backends``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
-import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import vllm
-from vllm import envs
-from vllm.platforms import current_platform
 
+from kvist.adapters.vllm.formats import RowFormat, layout_name, minor_version, row_format
+from kvist.adapters.vllm.groups import EngineGroup, specs_of
+from kvist.adapters.vllm.namespace import fingerprint_files
+from kvist.adapters.vllm.shards import Cut, check_alike
 from kvist.errors import LayoutError
-from kvist.model.keys import Namespace
-from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
+from kvist.model.content import describe
+from kvist.model.layout import LayerGroup, LayerPlane, slice_heads
+from kvist.model.rows import Row, RowMemory, row_memory
+from kvist.model.tensors import TensorView, planes
 
 NULL_BLOCK: Final = 0
 _DEVICES: Final = ("cpu", "cuda")
-_FULL_SPECS: Final = {"FullAttentionSpec", "MLAAttentionSpec"}
-_NO_WEIGHTS: Final = {".log", ".md", ".txt", ".lock", ".pyc"}
-"""Suffixes of files that say nothing of weights."""
-_ISA_FLAGS: Final = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "asimd", "bf16", "sve")
+_SET_OPAQUE: Final = 'set "pages": "opaque" in kv_connector_extra_config to share it with engines of its kind alone'
 
 
 def device_type(vllm_config: Any) -> str:
@@ -38,117 +38,74 @@ def device_type(vllm_config: Any) -> str:
     return str(vllm_config.device_config.device_type)
 
 
-def check_served(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse what is not served yet.
+def check_served(vllm_config: Any) -> None:
+    """Refuse settings that are not served.
 
     Raises:
-        LayoutError: names the feature or the group, and the option to change where there is one.
+        LayoutError: names the setting, and the option to change where there is one.
     """
     device = device_type(vllm_config)
     if device not in _DEVICES:
         raise LayoutError(f"KV memory on {device!r} is not served; served are {list(_DEVICES)}")
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [_spec_names(group.kv_cache_spec) for group in groups]
-    if len(groups) != 1:
-        raise LayoutError(f"the model has {len(groups)} KV cache groups ({kinds}); only models with one are served")
-    if not kinds[0] <= _FULL_SPECS:
-        raise LayoutError(
-            f"a KV cache group of kind {sorted(kinds[0] - _FULL_SPECS)}; served are {sorted(_FULL_SPECS)}"
-        )
-    if getattr(groups[0], "is_eagle_group", False):
-        raise LayoutError(
-            f"speculative decoding with draft layers in group 0 ({groups[0].layer_names[-1]}) is not served"
-        )
-    parallel = vllm_config.parallel_config
-    context = getattr(parallel, "decode_context_parallel_size", 1) * getattr(
-        parallel, "prefill_context_parallel_size", 1
-    )
-    if context != 1:
-        raise LayoutError(f"context parallelism of {context} ranks is not served")
     model = vllm_config.model_config
     if getattr(model, "enable_sleep_mode", False):
         raise LayoutError(f"{model.model}: sleep mode takes KV memory away; start without --enable-sleep-mode")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise LayoutError(
+            f"{model.model}: scales of KV differ from start to start; start without --calculate-kv-scales"
+        )
 
 
 def block_tokens(kv_cache_config: Any) -> int:
-    """Return the tokens of one block of the only group."""
+    """Return the tokens of one block of the first group."""
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
-def describe(kv_caches: Mapping[str, torch.Tensor], kv_cache_config: Any) -> tuple[LayerGroup, list[Any]]:
-    """Return the layers as planes, and the storages that they lie in, in the order of ``LayerPlane.memory``.
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """One worker's KV memory."""
 
-    A block's inside is known to its attention kernel alone, so a plane is one opaque page per block.
+    rows: tuple[RowMemory, ...]
+    """Group by group, its shards in order."""
+    storages: tuple[Any, ...]
+    """What ``LayerPlane.memory`` counts."""
+    texts: tuple[str, ...]
+    """The groups, for people."""
+
+    def rows_of_group(self, groups: Sequence[EngineGroup]) -> dict[int, list[int]]:
+        """Return the places of each group's rows in ``rows``, by the group's number in vLLM."""
+        places: dict[int, list[int]] = {group.number: [] for group in groups}
+        for place, held in enumerate(self.rows):
+            places[groups[held.row.group].number].append(place)
+        return places
+
+
+def describe_memory(vllm_config: Any, kv_caches: Mapping[str, Any], kv_cache_config: Any, cut: Cut) -> WorkerMemory:
+    """Return the rows that a worker holds, and the storages that they lie in.
 
     Raises:
-        LayoutError: a layer's blocks are not what vLLM's configuration says, or a page is not contiguous.
+        LayoutError: a layer's tensor is not what the configuration says, or its blocks lie in pieces that no plane can
+            name.
     """
-    num_blocks = int(kv_cache_config.num_blocks)
+    rows: list[RowMemory] = []
     storages: dict[int, tuple[int, Any]] = {}
-    planes: dict[tuple[int, int], LayerPlane] = {}
-    for name, tensor in kv_caches.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type not in _DEVICES:
-            kind = tensor.device.type if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-            raise LayoutError(f"layer {name} has KV memory of kind {kind!r}; served are {list(_DEVICES)}")
-        storage = tensor.untyped_storage()
-        number, _ = storages.setdefault(storage.data_ptr(), (len(storages), storage))
-        plane = _describe_layer(name, tensor, number, num_blocks)
-        planes.setdefault((number, plane.offset), plane)  # Layers that share another's KV come once.
-    ordered = tuple(planes.values())
-    if is_block_outermost(kv_cache_config):
-        ordered = (_join(ordered),)
-    group = LayerGroup(GroupKind.FULL, block_tokens(kv_cache_config), ordered, null_block=NULL_BLOCK)
-    return group, [storage for _, storage in storages.values()]
+    texts = []
+    shards = cut.sharding.shards_of(int(vllm_config.parallel_config.rank))
+    for number, group in enumerate(cut.groups):
+        reader = _Reader(vllm_config, kv_cache_config, group, cut.is_opaque, storages)
+        views = reader.views(kv_caches)
+        found = reader.layers(views)
+        texts.append(_describe_group(views, group))
+        count = found.planes[0].num_heads // len(shards)
+        for place, shard in enumerate(shards):
+            part = found if len(shards) == 1 else slice_heads(found, place * count, count)
+            rows.append(row_memory(Row(number, shard), part, cut.chunk_tokens))
+    return WorkerMemory(tuple(rows), tuple(storage for _, storage in storages.values()), tuple(texts))
 
 
 def knows_block_outermost() -> bool:
     """Return whether this vLLM has layouts with the block outermost (0.29 and later)."""
     return importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
-
-
-def is_block_outermost(kv_cache_config: Any) -> bool:
-    """Return whether all layers of a block lie behind one another, so that it is copied in one piece (vLLM 0.29)."""
-    return _layout_name(kv_cache_config).startswith("BL")
-
-
-def _layout_name(kv_cache_config: Any) -> str:
-    """Return the order of layer, block, head, token and content in memory, such as ``LBNHC``; empty before 0.29."""
-    chosen = getattr(kv_cache_config, "kv_cache_layout", None)
-    return str(getattr(chosen, "name", chosen or ""))
-
-
-def describe_namespace(vllm_config: Any, kv_cache_config: Any, *, chunk_tokens: int, version: str) -> Namespace:
-    """Name everything besides tokens, adapter and salt that decides what this engine's KV bytes mean."""
-    model = vllm_config.model_config
-    parallel = vllm_config.parallel_config
-    group = kv_cache_config.kv_cache_groups[0]
-    content = {
-        "engine": f"vllm {vllm.__version__}",
-        "layers": group.layer_names,
-        "spec": repr(group.kv_cache_spec),
-        "block": block_tokens(kv_cache_config),
-        "page": int(group.kv_cache_spec.page_size_bytes),
-        "packed by": _packing(vllm_config),
-        "order": _layout_name(kv_cache_config),
-    }
-    weights = {
-        "version": version,
-        "files": _fingerprint_files(Path(model.model)),
-        "quantization": str(model.quantization),
-        "hf_overrides": repr(getattr(model, "hf_overrides", None)),
-        "config": _fingerprint(_text_config(model)),
-        "load_format": str(vllm_config.load_config.load_format),
-        "seed": model.seed if str(vllm_config.load_config.load_format).endswith("dummy") else None,
-    }
-    return Namespace(
-        model=str(model.model),
-        revision=str(model.revision or getattr(model.hf_config, "_commit_hash", None) or ""),
-        dtype=f"{model.dtype}/{vllm_config.cache_config.cache_dtype}",
-        layout=_fingerprint(content),
-        shards=f"tp{parallel.tensor_parallel_size}.pp{parallel.pipeline_parallel_size}",
-        chunk_tokens=chunk_tokens,
-        weights=_fingerprint(weights),
-    )
 
 
 def hold_blocks(pool: Any, block_ids: Iterable[int]) -> list[Any]:
@@ -177,98 +134,180 @@ def adapter_of(request: Any) -> str:
     if lora is None:
         return ""
     path = Path(str(getattr(lora, "lora_path", "")))
-    return json.dumps([str(lora.lora_name), str(path), _fingerprint_files(path)])
+    return json.dumps([str(lora.lora_name), str(path), fingerprint_files(path)])
 
 
-def _describe_layer(name: str, tensor: torch.Tensor, memory: int, num_blocks: int) -> LayerPlane:
-    """Describe one layer; kernels may see a block as several smaller ones, which must follow each other."""
-    parts, rest = divmod(tensor.shape[0], num_blocks)
-    part_nbytes = tensor[0].numel() * tensor.element_size()
-    stride = tensor.stride(0) * tensor.element_size()
+class _Reader:
+    """Describes one group's tensors."""
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, group: EngineGroup, is_opaque: bool,
+        storages: dict[int, tuple[int, Any]],
+    ) -> None:  # fmt: skip
+        """Number the allocations that are found in ``storages``, where those of other groups are already."""
+        found = kv_cache_config.kv_cache_groups[group.number]
+        self._vllm_config = vllm_config
+        self._names = list(found.layer_names)
+        specs = getattr(found.kv_cache_spec, "kv_cache_specs", None)
+        self._specs = {name: specs[name] if specs else found.kv_cache_spec for name in self._names}
+        self._group = group
+        self._num_blocks = int(kv_cache_config.num_blocks)
+        self._is_block_outermost = layout_name(kv_cache_config).startswith("BL")
+        self._storages = storages
+        if not self._names:
+            raise LayoutError(
+                f"KV cache group {group.number} has no layers on this pipeline stage (rank "
+                f"{vllm_config.parallel_config.rank}); every stage needs layers of each group"
+            )
+        check_alike(vllm_config, specs_of(found.kv_cache_spec), number=group.number)
+        first = specs_of(found.kv_cache_spec)[0]
+        self._has_rows = row_format(vllm_config, first, is_opaque=is_opaque) is not None
+
+    def views(self, kv_caches: Mapping[str, Any]) -> list[TensorView]:
+        """Return the views of the layers in their order, several where a layer has several states."""
+        found: list[TensorView] = []
+        for name in self._names:
+            if name not in kv_caches:
+                raise LayoutError(f"layer {name} of KV cache group {self._group.number} has no KV memory")
+            try:
+                found += self._views_of(name, kv_caches[name])
+            except LayoutError as error:
+                raise LayoutError(f"layer {name}: {error}") from error
+        return found
+
+    def layers(self, views: Sequence[TensorView]) -> LayerGroup:
+        """Return the group's planes: those of layers that share another's memory once."""
+        group = self._group
+        found = planes(*views)
+        if self._is_block_outermost and not self._has_rows:
+            found = _join(found)
+        return LayerGroup(group.kind, group.block_tokens, found, null_block=NULL_BLOCK, window=group.window)
+
+    def _views_of(self, name: str, tensors: Any) -> list[TensorView]:
+        spec = self._specs[name]
+        found = [self._place(tensor) for tensor in (tensors if isinstance(tensors, list | tuple) else [tensors])]
+        if not self._has_rows:
+            views = [self._page(tensor, memory) for tensor, memory in found]
+            _check_pages(views, spec)
+            return views
+        rows = row_format(self._vllm_config, spec, is_opaque=False)
+        if rows is None or len(found) != 1:
+            raise LayoutError(
+                f"its {type(spec).__name__} has {len(found)} tensors or blocks that only its kernels understand, and "
+                f"other layers of its group do not; {_SET_OPAQUE}"
+            )
+        return [self._rows(name, rows, *found[0])]
+
+    def _place(self, tensor: Any) -> tuple[torch.Tensor, int]:
+        """Return a tensor, and the number of its allocation."""
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type not in _DEVICES:
+            kind = tensor.device.type if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise LayoutError(f"KV memory of kind {kind!r}; served are {list(_DEVICES)}")
+        storage = tensor.untyped_storage()
+        number, _ = self._storages.setdefault(storage.data_ptr(), (len(self._storages), storage))
+        return tensor, number
+
+    def _page(self, tensor: torch.Tensor, memory: int) -> TensorView:
+        """Describe blocks that are opaque pages; kernels may see a block as several, which must follow each other."""
+        parts = _parts(tensor.shape, 0, self._num_blocks)
+        return _view(tensor, memory, " ".join(["NB", *["PAGE"] * (tensor.dim() - 1)]), parts)
+
+    def _rows(self, name: str, rows: RowFormat, tensor: torch.Tensor, memory: int) -> TensorView:
+        """Describe blocks whose rows are known."""
+        layer = self._vllm_config.compilation_config.static_forward_context.get(name)
+        backend = str(layer.get_attn_backend().get_name()) if layer is not None else "unknown"
+        if backend not in rows.backends:
+            raise LayoutError(
+                f"its attention back end is {backend}, and the order of KV is known of {sorted(rows.backends)} only; "
+                f"{_SET_OPAQUE}"
+            )
+        axes = rows.axes(backend)
+        names = axes.split()
+        shape = tuple(tensor.shape)
+        parts = _parts(shape, names.index("NB"), self._num_blocks) if len(shape) == len(names) else 1
+        size = rows.head_size
+        sizes = {"NB": self._num_blocks * parts, "2": 2, "BS": self._group.block_tokens // parts}
+        sizes |= {"NH": rows.num_heads, "HS": size, "2HS": 2 * size, "C": size}
+        expected = tuple(sizes[axis] for axis in names)
+        dtype = self._specs[name].dtype
+        if shape != expected or tensor.dtype != dtype or self._group.block_tokens % parts:
+            raise LayoutError(
+                f"{backend} of vLLM 0.{minor_version()} has KV of shape {list(expected)} ({axes}) and {dtype} in "
+                f"blocks of {self._group.block_tokens} tokens, and this is {list(shape)} and {tensor.dtype}; "
+                f"{_SET_OPAQUE}"
+            )
+        try:
+            return _view(tensor, memory, axes, parts)
+        except LayoutError as error:
+            if parts == 1:
+                raise
+            raise LayoutError(
+                f"{backend} sees a block of {self._group.block_tokens} tokens as {parts} of its own, whose tokens do "
+                f"not follow each other (strides {tensor.stride()}); start with --block-size "
+                f"{self._group.block_tokens // parts}, or {_SET_OPAQUE}"
+            ) from error
+
+
+def _view(tensor: torch.Tensor, memory: int, axes: str, parts: int) -> TensorView:
+    """Declare a tensor's axes; with several kernel blocks in a block, these are an axis of their own."""
+    itemsize = tensor.element_size()
+    shape, strides = list(tensor.shape), [stride * itemsize for stride in tensor.stride()]
+    names = axes.split()
+    if parts > 1:
+        at = names.index("NB")
+        names.insert(at + 1, "KB")
+        shape[at : at + 1] = [shape[at] // parts, parts]
+        strides[at : at + 1] = [strides[at] * parts, strides[at]]
+    offset = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+    return TensorView(memory, offset, tuple(shape), tuple(strides), itemsize, " ".join(names))
+
+
+def _parts(shape: Sequence[int], axis: int, num_blocks: int) -> int:
+    """Return how many kernel blocks a block consists of."""
+    parts, rest = divmod(shape[axis], num_blocks)
     if rest or not parts:
-        raise LayoutError(f"layer {name}: {tuple(tensor.shape)} does not begin with {num_blocks} blocks")
-    if not _is_dense(tensor[0]) or (parts > 1 and stride != part_nbytes):
-        raise LayoutError(f"layer {name}: blocks of shape {tuple(tensor.shape)}, strides {tensor.stride()} have gaps")
-    return LayerPlane(
-        memory=memory,
-        offset=tensor.data_ptr() - tensor.untyped_storage().data_ptr(),
-        num_blocks=num_blocks,
-        block_stride=stride * parts,
-        row_nbytes=part_nbytes * parts,
-    )
+        raise LayoutError(f"{list(shape)} has {shape[axis]} blocks on axis {axis}, no multiple of {num_blocks}")
+    return parts
 
 
-def _is_dense(block: torch.Tensor) -> bool:
-    """Return whether a block's elements fill a stretch of memory, in whatever order."""
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(block.shape, block.stride(), strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+def _check_pages(views: Sequence[TensorView], spec: Any) -> None:
+    """Refuse pages that are not as long as their specification says; padding behind them does not count."""
+    expected = _payload_nbytes(spec)
+    found = sum(plane.page_nbytes for plane in planes(*views))
+    if expected not in (None, found):
+        raise LayoutError(
+            f"a block of {type(spec).__name__} has {expected} bytes, and {[list(view.shape) for view in views]} have "
+            f"{found}"
+        )
 
 
-def _join(planes: Sequence[LayerPlane]) -> LayerPlane:
-    """Return the layers of a block-outermost layout as one page per block."""
-    first, at = planes[0], planes[0].offset
-    for plane in planes:
+def _payload_nbytes(spec: Any) -> int | None:
+    """Return the bytes of one layer's block, without padding; None where a version does not say."""
+    shapes = getattr(spec, "shapes", None)
+    if shapes is not None:
+        return int(sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, spec.dtypes, strict=True)))
+    nbytes: int | None = getattr(spec, "unpadded_page_size_bytes", None)
+    if nbytes is None and getattr(spec, "page_size_padded", None) is None:
+        nbytes = spec.page_size_bytes
+    return nbytes
+
+
+def _join(found: tuple[LayerPlane, ...]) -> tuple[LayerPlane, ...]:
+    """Return the layers of a block as one page, so that it is copied in one piece; as they are where they lie apart."""
+    first, at = found[0], found[0].offset
+    for plane in found:
         if (plane.memory, plane.offset, plane.block_stride) != (first.memory, at, first.block_stride):
-            raise LayoutError(f"layers of a block do not follow each other: {plane} is not at {at}")
+            return found
         at += plane.row_nbytes
-    return replace(first, row_nbytes=at - first.offset)
+    return (replace(first, row_nbytes=at - first.offset),)
 
 
-def _spec_names(spec: Any) -> set[str]:
-    """Return the kinds of a group's layers; a group of uniform kind holds one specification for each."""
-    inner = getattr(spec, "kv_cache_specs", None)
-    return {type(one).__name__ for one in inner.values()} if inner else {type(spec).__name__}
-
-
-def _text_config(model: Any) -> Any:
-    config = getattr(model, "hf_text_config", None) or model.hf_config
-    values = dict(config.to_dict())
-    for key in ("transformers_version", "_name_or_path", "dtype", "torch_dtype"):
-        values.pop(key, None)
-    return values
-
-
-def _packing(vllm_config: Any) -> str:
-    """Name what decides how attention kernels pack the inside of a block."""
-    device = device_type(vllm_config)
-    if device == "cpu":
-        return _cpu_packing()
-    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
-    return f"{device} {current_platform.get_device_capability()} {backend} {envs.VLLM_KV_CACHE_LAYOUT}"
-
-
-def _cpu_packing() -> str:
-    """Name what decides how vLLM's CPU kernels pack the inside of a block."""
-    flags: set[str] = set()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                flags = set(line.partition(":")[2].split())
-                break
-    return " ".join([platform.machine(), *(flag for flag in _ISA_FLAGS if flag in flags)])
-
-
-def _fingerprint(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-def _fingerprint_files(folder: Path) -> str:
-    """Name the state of a local folder of weights; empty if it is none, such as a name on a hub.
-
-    Logs, texts and hidden files do not enter: what is written there beside the weights must not cost every hit.
-    """
-    if not folder.is_dir():
-        return ""
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and path.suffix not in _NO_WEIGHTS
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+def _describe_group(views: Sequence[TensorView], group: EngineGroup) -> str:
+    found = describe(views, block_tokens=group.block_tokens, blocks_per_chunk=group.stored_blocks_per_chunk)
+    shapes = ", ".join(f"{names} = {sizes}" for names, sizes in zip(found.symbolic, found.concrete, strict=True))
+    window = "" if group.window is None else f" of {group.window} tokens"
+    return (
+        f"group {group.number}: {group.kind.value}{window}, blocks of {group.block_tokens} tokens, "
+        f"{group.stored_blocks_per_chunk} of {group.blocks_per_chunk} kept of a chunk: {shapes}; "
+        f"{found.token_nbytes} B a token, {found.chunk_nbytes} B a chunk"
     )
-    return _fingerprint([(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in files])

@@ -25,6 +25,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who copies a GPU's blocks: ``engine`` (threads in the worker) or ``daemon``; empty chooses."""
     decode_slowdown_max: float = 0.03
     """How much longer steps that decode may take while KV is stored beside them, as a part; stores wait for it."""
+    head_shards: int = 0
+    """Parts that KV heads are cut into, each kept by itself; 0 for what tensor-parallel ranks hold.
+
+    Engines share chunks if they cut alike, whatever their numbers of ranks.
+    """
+    pages: str = ""
+    """``opaque`` keeps blocks as their kernels pack them, for engines of the same kind alone; empty chooses."""
     weights_version: str = ""
     """Names weights that the model's name and revision do not tell apart."""
 
@@ -35,29 +42,15 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"decode_slowdown_max must be positive: {self.decode_slowdown_max}")
         if self.lane not in ("", "engine", "daemon"):
             raise ConfigError(f"lane {self.lane!r} is none of 'engine', 'daemon'")
+        if self.head_shards < 0:
+            raise ConfigError(f"head_shards must not be negative: {self.head_shards}")
+        if self.pages not in ("", "opaque"):
+            raise ConfigError(f"pages {self.pages!r} is neither empty nor 'opaque'")
 
     @property
     def socket_path(self) -> str:
         """Where the daemon listens."""
         return self.socket or default_socket_path(os.getuid())
-
-    def choose_chunk_tokens(self, block_tokens: int) -> int:
-        """Return the chunk size for an engine's block size.
-
-        256 tokens, or what comes next below it as a multiple of the block; one block where that is 128 or more, since
-        smaller chunks leave less of a prompt's end to be computed again.
-
-        Raises:
-            ConfigError: the option is no multiple of the block.
-        """
-        if self.chunk_tokens % block_tokens:
-            raise ConfigError(
-                f"chunk_tokens {self.chunk_tokens} is no multiple of the engine's block of {block_tokens} tokens; "
-                f"set it to {(self.chunk_tokens // block_tokens + 1) * block_tokens}"
-            )
-        if self.chunk_tokens:
-            return self.chunk_tokens
-        return block_tokens if block_tokens >= 128 else 256 // block_tokens * block_tokens
 
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

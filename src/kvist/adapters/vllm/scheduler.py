@@ -52,6 +52,10 @@ class EngineFacts:
 
     block_tokens: int
     num_workers: int
+    num_shards: int
+    """Of each prefix."""
+    num_readers: int
+    """Workers that read each shard."""
     num_blocks: int
     held_share_max: float
     """Part of the blocks that unfinished stores may hold."""
@@ -238,7 +242,9 @@ class SchedulerSide:
         if num_chunks:
             digests = tracked.packed(0, num_chunks)
             pending = self._client.submit(
-                lambda number: wire.Lookup(number, digests, num_shards=self._engine.num_workers)
+                lambda number: wire.Lookup(
+                    number, digests, num_shards=self._engine.num_shards, num_readers=self._engine.num_readers
+                )
             )
             tracked.lookup = Lookup(num_chunks, pending)
 

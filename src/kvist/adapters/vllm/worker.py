@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -78,6 +78,7 @@ class WorkerSide:
         """Begin without a daemon; all loads fail at once until ``connect``."""
         self._client: Requests | None = None
         self._fence: Fence | None = None
+        self._rows_of_group: Mapping[int, Sequence[int]] = {}
         self._blocks_per_chunk = blocks_per_chunk
         self._deadline_s = deadline_s
         self._clock = clock
@@ -91,8 +92,14 @@ class WorkerSide:
         self._is_idle = False
         self._undone: dict[str, Sequence[int]] = {}
 
-    def connect(self, client: Requests, fence: Fence | None = None) -> None:
-        """Use a client, which registers this worker's memory; ``fence`` is the event that it registers, if any."""
+    def connect(
+        self, client: Requests, fence: Fence | None = None, rows_of_group: Mapping[int, Sequence[int]] | None = None
+    ) -> None:
+        """Use a client, which registers this worker's memory; ``fence`` is the event that it registers, if any.
+
+        ``rows_of_group`` says which of the registered rows hold a group, by its number in vLLM.
+        """
+        self._rows_of_group = rows_of_group or {}
         self._client = client
         self._fence = fence
 
