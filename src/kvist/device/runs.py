@@ -59,3 +59,13 @@ def chunk_pattern(group: LayerGroup, blocks_per_chunk: int) -> ChunkPattern:
     lengths = np.add.reduceat(run_nbytes, firsts)
     slot_offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     return ChunkPattern(memory[firsts], position[firsts], offsets[firsts], stride[firsts], lengths, slot_offsets)
+
+
+@lru_cache(maxsize=256)
+def shortest_run(group: LayerGroup, blocks_per_chunk: int) -> int:
+    """Return the bytes of the shortest run of a chunk, without spelling out the chunk where it has many."""
+    if blocks_per_chunk == 1:
+        return int(chunk_pattern(group, 1).run_nbytes.min())
+    return min(
+        plane.joined_rows()[0] for plane in group.planes
+    )  # Only a single block's planes, or K and V, may adjoin.

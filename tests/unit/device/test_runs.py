@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.device.runs import chunk_pattern
+from kvist.device.runs import chunk_pattern, shortest_run
 from tests.support.layouts import Laid, Shape, block_outermost, chunk_places, hnd, kv_apart, nhd, opaque
 from tests.support.strategies import random_layouts
 
@@ -44,6 +44,7 @@ def test_runs_fill_a_slot_without_gaps(laid: Laid, blocks_per_chunk: int):
     ends = np.cumsum(pattern.run_nbytes)
     assert pattern.slot_offsets.tolist() == [0, *ends[:-1].tolist()]
     assert ends[-1] == laid.group.block_nbytes * blocks_per_chunk
+    assert shortest_run(laid.group, blocks_per_chunk) == pattern.run_nbytes.min()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from kvist.device.base import GoOn, IsShared
 from kvist.device.cuda.driver import EVENT_DISABLE_TIMING, STREAM_NON_BLOCKING, call, take
 from kvist.device.cuda.tiles import TILE, ChunkTiles, Slice, cut_into_slices
 from kvist.device.kernels import THREADS
-from kvist.device.runs import chunk_pattern
+from kvist.device.runs import chunk_pattern, shortest_run
 from kvist.model.layout import Int64s
 from kvist.model.transfer import BLOCKS_MAX, CHUNKS_MAX, CopyPlan, Direction, split_checksums
 from kvist.units import KIB, MIB
@@ -113,8 +113,8 @@ class Pipe:
         """Copy chunks; return the checksum of each that was copied, which are the first of ``chunks``."""
         # What is skipped must be verified without being written, for which it has to pass through a staging buffer.
         num_skipped_blocks = plan.num_skipped_blocks if chunks.start == 0 else 0
-        pattern = chunk_pattern(plan.group, int(plan.block_ids.shape[1]))
-        is_direct = not num_skipped_blocks and int(pattern.run_nbytes.min()) >= DIRECT_NBYTES_MIN
+        run_nbytes = shortest_run(plan.group, int(plan.block_ids.shape[1]))
+        is_direct = not num_skipped_blocks and run_nbytes >= DIRECT_NBYTES_MIN
         try:
             self._begin(plan, chunks, num_skipped_blocks)
             issue = self._issue_runs if is_direct else self._issue_slices
