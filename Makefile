@@ -7,6 +7,7 @@ VLLM := .venv-vllm
 MODELS := .models
 PIP := -m pip --disable-pip-version-check install --quiet
 VLLM_VERSION := 0.32.0
+FAMILIES := llama qwen3 gemma3 gpt_oss deepseek_v2 deepseek_v3 qwen3_next lfm2
 
 .PHONY: demo test check engines gpu bench peers clean
 .DELETE_ON_ERROR:
@@ -23,7 +24,7 @@ check: $(VENV)/.ready
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-engines: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready $(MODELS)/llama/.ready $(MODELS)/qwen3/.ready
+engines: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready $(FAMILIES:%=$(MODELS)/%/.ready)
 	$(VENV)/bin/python -m pytest tests/engines --timeout 900
 
 # With the Python at hand, where CUDA and its packages are installed already: PYTHON=python3 PYTHONPATH=src

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "vllm"))
 
 from child import EngineProcess, engine_options  # noqa: E402
+from tests.engines.families import FAMILIES  # noqa: E402
 from tests.support.daemon import Daemon  # noqa: E402
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -23,7 +24,8 @@ CHUNK_TOKENS = 128
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = "vLLM is not installed in .venv-vllm, or its models are missing; `make engines` sets both up"
-    is_there = PYTHON.exists() and all((MODELS / name / ".ready").exists() for name in ("llama", "qwen3", "smollm2"))
+    names = ["smollm2", *(family.name for family in FAMILIES)]
+    is_there = PYTHON.exists() and all((MODELS / name / ".ready").exists() for name in names)
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.engines)
@@ -46,21 +48,29 @@ def start_engine(tmp_path: Path) -> Iterator[StartEngine]:
     """Return a function that starts engines of a tiny or small model, all of which end with the test."""
     engines: list[EngineProcess] = []
 
-    def start(model: str, socket: str | None, *, kv_mib: int = 256, is_probed: bool = True, **options: Any) -> Any:
-        is_one_process = options.pop("is_one_process", True)
-        chosen = engine_options(MODELS / model, socket=socket, kv_nbytes=kv_mib << 20, **options)
-        script = {"script": Path(__file__).with_name("probe.py")} if is_probed and socket else {}
+    def start(model: str, socket: str | None, *, is_probed: bool = True, **options: Any) -> EngineProcess:
+        script = "probe.py" if is_probed and socket else None
         log = tmp_path / f"engine-{len(engines)}.log"
-        # Threads that spin for each other are many times slower as soon as anything else runs; tiny models need one.
-        one_thread = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if model != "smollm2" else {}
-        engines.append(
-            EngineProcess(PYTHON, chosen, log, is_one_process=is_one_process, environment=one_thread, **script)
-        )
+        engines.append(launch_engine(model, socket, log, script=script, **options))
         return engines[-1]
 
     yield start
     for engine in engines:
         engine.close()
+
+
+def launch_engine(
+    model: str, socket: str | None, log: Path, *, script: str | None = None, kv_mib: int = 256, **options: Any
+) -> EngineProcess:
+    """Start an engine, with a script of this folder where one is named; the caller closes it."""
+    is_one_process = options.pop("is_one_process", True)
+    chosen = engine_options(MODELS / model, socket=socket, kv_nbytes=kv_mib << 20, **options)
+    scripts = {"script": Path(__file__).with_name(script)} if script else {}
+    # Threads that spin for each other are many times slower as soon as anything else runs; tiny models need one.
+    one_thread = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if model != "smollm2" else {}
+    return EngineProcess(
+        PYTHON, chosen, log, is_one_process=is_one_process, environment=one_thread, start_s=300.0, **scripts
+    )
 
 
 def make_prompts(count: int, *, longest: int, seed: int) -> list[list[int]]:

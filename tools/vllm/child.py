@@ -60,9 +60,10 @@ class EngineProcess:
         self, python: Path, options: dict[str, Any], log: Path, *, script: Path = _HERE / "engine.py",
         is_one_process: bool = True, start_s: float = 240.0, environment: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
+        imported = [str(_HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = {
             **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_STREAM": "ext://sys.stderr", "PYTHONPATH": str(_HERE),
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr", "PYTHONPATH": os.pathsep.join(imported),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if is_one_process else "1", **(environment or {}),
         }  # fmt: skip
         self.log = log
