@@ -206,7 +206,7 @@ def main() -> None:
         try:
             check_that_kv_matters(engines["plain"], rng)
             measure_returns(engines, arguments.rounds, rng)
-            measure_beside({name: engines[name] for name in ("native", "kvist")}, 3, rng)
+            measure_beside({name: engines[name] for name in ("native", "kvist")}, 2, rng)
             engines["plain"].close()
             engines["native"].close()
             measure_sharing(start, kvist, engines["kvist"], rng)
