@@ -241,11 +241,8 @@ class SchedulerSide:
         self._forget_lookup(tracked)
         if num_chunks:
             digests = tracked.packed(0, num_chunks)
-            pending = self._client.submit(
-                lambda number: wire.Lookup(
-                    number, digests, num_shards=self._engine.num_shards, num_readers=self._engine.num_readers
-                )
-            )
+            need = wire.NeedSpec("full", num_shards=self._engine.num_shards, num_readers=self._engine.num_readers)
+            pending = self._client.submit(lambda number: wire.Lookup(number, digests, (need,)))
             tracked.lookup = Lookup(num_chunks, pending)
 
     def _is_remembered(self, lookup: Lookup, num_chunks: int) -> bool:
