@@ -1,7 +1,8 @@
 """An engine process that also watches its connector: runs in vLLM's own environment, beside ``tools/vllm/engine.py``.
 
-Every stored chunk is stamped with a digest of its blocks' bytes at the moment of the store, every loaded one compared
-with the stamp of its key when its load is reported. A signal can be sent to the daemon at the moment a load is begun.
+Every stored chunk of every group is stamped with a digest of its blocks' bytes at the moment of the store, every loaded
+one compared with the stamp of its key when its load is reported. A signal can be sent to the daemon at the moment a
+load is begun.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ from vllm import SamplingParams
 
 from engine import Engine, main
 from kvist.adapters.vllm.connector import KvistConnector
-from kvist.adapters.vllm.metadata import LoadJob, StoreJob
+from kvist.adapters.vllm.metadata import LoadJob, StorePart
 from kvist.adapters.vllm.scheduler import SchedulerSide
 from kvist.adapters.vllm.worker import WorkerSide
 from kvist.model.keys import split_digests
 
 STAMPS: dict[str, str] = {}
 COUNTS: Counter[str] = Counter()
-LOADING: dict[int, list[str]] = {}
-LAYERS: list[torch.Tensor] = []
+LOADING: dict[int, list[list[str]]] = {}
+"""Of each load: the keys of the chunks of each of its parts."""
+LAYERS: dict[int, list[torch.Tensor]] = {}
+"""By group."""
 SIGNAL: dict[str, int] = {}
 
 
-def stamp(block_ids: tuple[int, ...]) -> str:
-    """Return a digest of the bytes of some blocks, over all layers."""
+def stamp(group: int, block_ids: tuple[int, ...]) -> str:
+    """Return a digest of the bytes of some blocks, over all layers of a group."""
     hasher = hashlib.sha256()
-    for layer in LAYERS:
+    for layer in LAYERS[group]:
         for block_id in block_ids:
             hasher.update(layer[block_id].contiguous().view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()
@@ -45,24 +48,18 @@ def watch() -> None:
 
     def on_register(self: KvistConnector, kv_caches: dict[str, torch.Tensor]) -> None:
         register(self, kv_caches)
-        LAYERS.extend(kv_caches.values())
+        for number, group in enumerate(self._cache_config.kv_cache_groups):
+            LAYERS[number] = [kv_caches[name] for name in group.layer_names]
 
-    def on_store(self: WorkerSide, job: StoreJob) -> Any:
-        digests = split_digests(job.digests)
-        size = len(job.block_ids) // len(digests)
-        for number, digest in enumerate(digests):
-            STAMPS[digest.hex()] = stamp(job.block_ids[number * size : (number + 1) * size])
-            COUNTS["stored"] += 1
-        return send_store(self, job)
+    def on_store(self: WorkerSide, part: StorePart, row: int) -> Any:
+        STAMPS.update(stamps_of(part))
+        return send_store(self, part, row)
 
-    def on_load(self: SchedulerSide, tracked: Any, lookup: Any, num_external_tokens: int) -> None:
+    def on_load(self: SchedulerSide, tracked: Any, *arguments: Any) -> None:
         if SIGNAL:
             os.kill(SIGNAL.pop("pid"), SIGNAL.pop("number"))
-        begin_load(self, tracked, lookup, num_external_tokens)
-        job = self._loads[-1]
-        num_chunks = len(job.block_ids) // self._blocks_per_chunk
-        packed = tracked.packed(job.first_chunk, job.first_chunk + num_chunks)
-        LOADING[job.id] = [digest.hex() for digest in split_digests(packed)]
+        begin_load(self, tracked, *arguments)
+        LOADING[self._loads[-1].id] = keys_of(self._loads[-1], tracked, self._groups)
 
     def on_loaded(self: WorkerSide, load: Any) -> Any:
         failed = failed_blocks(self, load)
@@ -86,18 +83,45 @@ def watch() -> None:
     SchedulerSide.begin_stores = on_stores
 
 
+def key(group: int, digest: bytes) -> str:
+    return f"{group}:{digest.hex()}"
+
+
+def stamps_of(part: StorePart) -> dict[str, str]:
+    """Return the stamps of what is stored, by key."""
+    digests = split_digests(part.digests)
+    COUNTS["stored"] += len(digests)
+    size = len(part.block_ids) // len(digests)
+    return {
+        key(part.group, digest): stamp(part.group, part.block_ids[number * size : (number + 1) * size])
+        for number, digest in enumerate(digests)
+    }
+
+
+def keys_of(job: LoadJob, tracked: Any, groups: Any) -> list[list[str]]:
+    """Return the keys of the chunks of each part of a load."""
+    sizes = {group.number: group.stored_blocks_per_chunk for group in groups}
+    ends = [part.first_chunk + len(part.block_ids) // sizes[part.group] for part in job.parts]
+    return [
+        [key(part.group, digest) for digest in split_digests(tracked.packed(part.first_chunk, end))]
+        for part, end in zip(job.parts, ends, strict=True)
+    ]
+
+
 def compare(job: LoadJob, failed: set[int]) -> None:
     """Hold the blocks of a finished load against the stamps of what was stored under their keys."""
-    digests = LOADING.pop(job.id)
-    size = len(job.block_ids) // len(digests)
-    for number, digest in enumerate(digests):
-        block_ids = job.block_ids[number * size : (number + 1) * size]
-        if failed & set(block_ids):
-            COUNTS["failed"] += 1
-        elif digest not in STAMPS:
-            COUNTS["unknown"] += 1
-        else:
-            COUNTS["equal" if stamp(block_ids) == STAMPS[digest] else "different"] += 1
+    for part, keys in zip(job.parts, LOADING.pop(job.id), strict=True):
+        size = len(part.block_ids) // len(keys)
+        for number, name in enumerate(keys):
+            block_ids = part.block_ids[number * size : (number + 1) * size]
+            if failed & set(block_ids):
+                COUNTS["failed"] += 1
+            elif name not in STAMPS:
+                COUNTS["unknown"] += 1
+            elif number == 0 and 0 in block_ids:
+                COUNTS["partly there"] += 1
+            else:
+                COUNTS["equal" if stamp(part.group, block_ids) == STAMPS[name] else "different"] += 1
 
 
 class ProbedEngine(Engine):

@@ -264,15 +264,21 @@ class EngineLane:
         assert isinstance(request, wire.Retrieve | wire.Store), request
         held = self._memory.rows[request.row]  # The daemon has not ordered a copy of a row that there is not.
         num_chunks = len(request.block_ids) // (4 * held.blocks_per_chunk)
+        num_skipped_blocks = request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0
         block_ids = parse_block_ids(
-            request.block_ids, held.group, num_chunks=num_chunks, blocks_per_chunk=held.blocks_per_chunk
-        )
+            request.block_ids, held.group, num_chunks=num_chunks, blocks_per_chunk=held.blocks_per_chunk,
+            num_skipped_blocks=num_skipped_blocks,
+        )  # fmt: skip
         slots = np.frombuffer(order.slots, dtype="<i8").astype(np.int64)
         if slots.size and not 0 <= slots.min() <= slots.max() <= pool_nbytes - held.chunk_nbytes:
             raise LayoutError(f"slots [{slots.min()}, {slots.max()}] outside a pool of {pool_nbytes} bytes")
         positions = np.frombuffer(order.positions, dtype="<i4")
         if positions.size and not 0 <= positions.min() <= positions.max() < num_chunks:
             raise LayoutError(f"chunks [{positions.min()}, {positions.max()}] of a request for {num_chunks}")
+        if num_skipped_blocks and np.flatnonzero(positions == 0).tolist() not in ([], [0]):
+            raise LayoutError(
+                f"chunk 0, of which {num_skipped_blocks} blocks are skipped, is not ordered once and first"
+            )
         is_load = isinstance(request, wire.Retrieve)
         checksums_nbytes = CHECKSUM_NBYTES * slots.size if is_load else 0
         if positions.size != slots.size or len(order.checksums) != checksums_nbytes:
@@ -281,7 +287,7 @@ class EngineLane:
             )
         plan = plan_copy(
             Direction.SCATTER if is_load else Direction.GATHER, held.group, block_ids[positions], slots,
-            num_skipped_blocks=request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0,
+            num_skipped_blocks=num_skipped_blocks if positions.size and positions[0] == 0 else 0,
         )  # fmt: skip
         deadline = None
         if isinstance(request, wire.Retrieve) and request.deadline_ms:

@@ -58,15 +58,18 @@ def parse_needs(request: wire.Lookup, num_digests: int) -> list[Need]:
     return needs
 
 
-def parse_blocks(packed: bytes, held: RowMemory, num_chunks: int) -> Int64s:
-    """Read the block ids of so many chunks, a row a chunk.
+def parse_blocks(packed: bytes, held: RowMemory, num_chunks: int, *, num_skipped_blocks: int = 0) -> Int64s:
+    """Read the block ids of so many chunks, a row a chunk; the skipped ones may be the null block.
 
     Raises:
         InvalidBlocks: more than ``BLOCKS_MAX``, or wrong for the registered blocks.
     """
     if len(packed) > wire.BLOCKS_MAX * 4:
         raise InvalidBlocks(f"{len(packed) // 4} block ids are over the limit of {wire.BLOCKS_MAX}")
-    return parse_block_ids(packed, held.group, num_chunks=num_chunks, blocks_per_chunk=held.blocks_per_chunk)
+    return parse_block_ids(
+        packed, held.group, num_chunks=num_chunks, blocks_per_chunk=held.blocks_per_chunk,
+        num_skipped_blocks=num_skipped_blocks,
+    )  # fmt: skip
 
 
 def parse_layout(request: wire.Register) -> tuple[tuple[RowMemory, ...], tuple[MemoryHandle, ...]]:

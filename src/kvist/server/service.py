@@ -205,7 +205,7 @@ class CacheService:
         held = registration.row(request.row)
         lease = self._leases.find(LeaseId(request.lease), engine_id=session.engine_id, row=held.row)
         num_chunks = len(request.block_ids) // (4 * held.blocks_per_chunk)
-        block_ids = parse_blocks(request.block_ids, held, num_chunks)
+        block_ids = parse_blocks(request.block_ids, held, num_chunks, num_skipped_blocks=request.num_skipped_blocks)
         chunks = _leased_chunks(lease, held, request.first_chunk, num_chunks)
         if registration.orders is not None and any(len(chunk.checksum) != CHECKSUM_NBYTES for chunk in chunks):
             raise LayoutRefused(

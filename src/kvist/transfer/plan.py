@@ -1,8 +1,8 @@
 """Copy plans: pure arithmetic from block ids and slots to a checked value, in numpy.
 
 The law: what a plan names has been checked. Block ids are inside the registered blocks, appear once and are never the
-null block; so, with a layout that checks itself, no run leaves the engine's memory, no two runs of a scatter write the
-same byte, and every run has its own place in a slot.
+null block, but where a block is skipped and so neither read nor written; so, with a layout that checks itself, no run
+leaves the engine's memory, no two runs of a scatter write the same byte, and every run has its own place in a slot.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ def stored_blocks_to_skip(num_skipped: int, *, blocks_per_chunk: int, num_stored
     return chunks * num_stored + max(0, rest - (blocks_per_chunk - num_stored))
 
 
-def parse_block_ids(packed: bytes, group: LayerGroup, *, num_chunks: int, blocks_per_chunk: int) -> Int64s:
+def parse_block_ids(
+    packed: bytes, group: LayerGroup, *, num_chunks: int, blocks_per_chunk: int, num_skipped_blocks: int = 0
+) -> Int64s:
     """Read block ids off the wire; return them as ``[num_chunks, blocks_per_chunk]``.
+
+    The first ``num_skipped_blocks`` may be the null block, as often as they like.
 
     Raises:
         InvalidBlocks: too few or too many, out of range, twice the same, or the null block.
@@ -60,12 +64,17 @@ def parse_block_ids(packed: bytes, group: LayerGroup, *, num_chunks: int, blocks
         if int(ids.view("<u4").max()) >= group.num_blocks:  # As unsigned, a negative id is the largest of all.
             wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise InvalidBlocks(f"block id {wrong} is outside [0, {group.num_blocks})")
+        named = ids
+        if group.null_block is not None and num_skipped_blocks > 0:
+            is_passed_over = ids == group.null_block
+            is_passed_over[num_skipped_blocks:] = False
+            named = ids[~is_passed_over]
         is_named = np.zeros(group.num_blocks, dtype=np.bool_)
-        is_named[ids] = True
+        is_named[named] = True
         if group.null_block is not None and group.null_block in range(group.num_blocks) and is_named[group.null_block]:
             raise InvalidBlocks(f"block id {group.null_block} is the engine's null block")
-        if np.count_nonzero(is_named) != len(ids):
-            values, counts = np.unique(ids, return_counts=True)
+        if np.count_nonzero(is_named) != len(named):
+            values, counts = np.unique(named, return_counts=True)
             raise InvalidBlocks(f"block id {int(values[counts.argmax()])} appears {int(counts.max())} times")
     return ids.astype(np.int64).reshape(num_chunks, blocks_per_chunk)
 

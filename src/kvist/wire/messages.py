@@ -120,7 +120,7 @@ class Retrieve(msgspec.Struct, frozen=True, tag="retrieve"):
     block_ids: bytes
     """int32, ``n * blocks_per_chunk``: the stored blocks of each chunk"""
     num_skipped_blocks: int = 0
-    """Leading blocks that must not be written."""
+    """Leading blocks that must not be written; they, and no others, may be the null block."""
     deadline_ms: int = 0
     """Copies not begun by then are not begun at all; 0 is no deadline."""
     is_fenced: bool = False

@@ -141,6 +141,32 @@ def test_a_chunk_that_was_not_ordered_is_not_loaded(daemon: OrderingDaemon, engi
     assert engine.read(chunks)[1] == pool.bytes[NBYTES : 2 * NBYTES].tobytes()
 
 
+@pytest.mark.parametrize("positions", [(1, 0), (0, 0)])
+def test_skipped_blocks_are_those_of_the_first_chunk(
+    daemon: OrderingDaemon, engine: LaneEngine, positions: tuple[int, ...]
+):
+    """An order in which a chunk with skipped blocks is not the first, or comes twice, moves no byte."""
+    engine.submit_load(b"lease", 2, num_skipped_blocks=1)
+    retrieve = daemon.next_request()
+    daemon.send(order(retrieve.id, positions=positions, checksums=bytes(16)))
+    done = daemon.next_request()
+    assert done == wire.CopyDone(done.id, retrieve.id, 0)
+    assert engine.is_untouched()
+
+
+def test_a_chunk_without_skipped_blocks_is_loaded_whole(daemon: OrderingDaemon, engine: LaneEngine, pool: SharedMemory):
+    """Where the chunk whose blocks are skipped is not ordered, all blocks of the others are written."""
+    engine.submit_store(("a", "b"))
+    daemon.send(order(daemon.next_request().id))
+    done = daemon.next_request()
+    assert isinstance(done, wire.CopyDone)
+    pending, chunks = engine.submit_load(b"lease", 2, num_skipped_blocks=1)
+    daemon.send(order(daemon.next_request().id, slots=(NBYTES,), positions=(1,), checksums=done.checksums[8:]))
+    wait_over(pending)
+    assert pending.reply == wire.RetrieveReply(0, 2, [0])
+    assert engine.read(chunks)[1] == pool.bytes[NBYTES : 2 * NBYTES].tobytes()
+
+
 @pytest.mark.parametrize("num_fds", [0, 2])
 def test_a_registration_without_a_pool(daemon: OrderingDaemon, pool: SharedMemory, num_fds: int):
     """A daemon that sends no descriptor, or more than one, is refused in words."""

@@ -53,6 +53,23 @@ def test_wrong_ids_are_refused_by_name(block_ids: bytes, named: str):
         parse_block_ids(block_ids, WITH_NULL, num_chunks=2, blocks_per_chunk=2)
 
 
+def test_skipped_blocks_may_be_null():
+    """Among the blocks that are skipped the null block is no fault, however often; behind them it is, like any twin."""
+    told = {"num_chunks": 2, "blocks_per_chunk": 3, "num_skipped_blocks": 2}
+    assert parse_block_ids(packed(0, 0, 1, 2, 3, 4), WITH_NULL, **told).tolist() == [[0, 0, 1], [2, 3, 4]]
+    assert parse_block_ids(packed(9, 0, 1, 2, 3, 4), WITH_NULL, **told).tolist() == [[9, 0, 1], [2, 3, 4]]
+    for ids, named in (
+        ((0, 0, 0, 2, 3, 4), "block id 0 is the engine's null block"),
+        ((0, 0, 1, 2, 0, 4), "block id 0 is the engine's null block"),
+        ((5, 5, 1, 2, 3, 4), "block id 5 appears 2 times"),
+        ((0, 5, 1, 2, 3, 5), "block id 5 appears 2 times"),
+    ):
+        with pytest.raises(InvalidBlocks, match=named):
+            parse_block_ids(packed(*ids), WITH_NULL, **told)
+    with pytest.raises(InvalidBlocks, match="block id 0 appears 2 times"):
+        parse_block_ids(packed(0, 0, 1, 2, 3, 4), GROUP, **told)
+
+
 def test_block_0_is_a_block_where_there_is_no_null_block():
     """Only what the engine declared as null is refused as such."""
     assert parse_block_ids(packed(0), GROUP, num_chunks=1, blocks_per_chunk=1).tolist() == [[0]]

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvist.adapters.vllm import layout
-from kvist.adapters.vllm.groups import choose_chunk_tokens, engine_groups
+from kvist.adapters.vllm.groups import EngineGroup, choose_chunk_tokens, engine_groups
 from kvist.adapters.vllm.handover import HandedOver, keep_memory, share_memory
 from kvist.adapters.vllm.layout import WorkerMemory
 from kvist.adapters.vllm.metadata import KvistMetadata, KvistWorkerMetadata, StoreJob
@@ -30,6 +31,7 @@ from kvist.adapters.vllm.worker import Results, WorkerSide
 from kvist.client.client import Client
 from kvist.errors import ConfigError, DeviceError, KeyInvalid, KvistError, LayoutError, Refused
 from kvist.model.handles import HOST, MemoryHandle
+from kvist.model.layout import GroupKind
 from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
 
@@ -44,6 +46,9 @@ _HELD_FOR_WORKER: Final = 0.75
 """Part of the engine's blocks that unfinished stores may hold."""
 _REGISTRATION_S: Final = 30.0
 """A GPU's first view of a large pool takes seconds."""
+
+_TransferResults: Final[Any] = getattr(base, "KVConnectorTransferResults", None)
+"""How vLLM from 0.30 on is told of requests whose load has failed; None before."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -76,6 +81,8 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._undone: dict[str, tuple[int, ...]] = {}
         self._meta: KvistMetadata | None = None
         self._failed_blocks: set[int] = set()
+        self._tells_blocks = True
+        """A failed load is reported by its blocks: the engine keeps what comes before them."""
         self._refusal = ""
         """Why this engine has no cache; empty if it has one."""
         self._config = vllm_config
@@ -94,15 +101,17 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._options = parse_options(transfer.kv_connector_extra_config)
             layout.check_served(self._config)
             self._cut = self._choose_cut()
-            block_tokens = layout.block_tokens(self._cache_config)
+            groups = self._cut.groups
+            self._tells_blocks = [group.kind for group in groups] == [GroupKind.FULL]
+            if not self._tells_blocks:
+                _check_failures_can_be_told(groups)
+                _check_states_are_offered(self._cache_config)
             if self._worker is not None:
-                blocks_per_chunk = self._cut.chunk_tokens // block_tokens
                 self._worker = WorkerSide(
-                    blocks_per_chunk=blocks_per_chunk, deadline_s=self._options.deadline_s,
-                    governor=Governor(self._options.decode_slowdown_max),
-                )  # fmt: skip
+                    deadline_s=self._options.deadline_s, governor=Governor(self._options.decode_slowdown_max)
+                )
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler = self._make_scheduler(self._cut, block_tokens)
+                self._scheduler = self._make_scheduler(self._cut)
         except (ConfigError, KeyInvalid, LayoutError) as error:
             self._disable(str(error))
             return
@@ -122,10 +131,10 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         return Cut(groups, sharding, chunk_tokens, is_opaque)
 
-    def _make_scheduler(self, cut: Cut, block_tokens: int) -> SchedulerSide:
+    def _make_scheduler(self, cut: Cut) -> SchedulerSide:
         namespace = describe_namespace(self._config, self._cache_config, cut, version=self._options.weights_version)
         facts = EngineFacts(
-            block_tokens=block_tokens,
+            groups=cut.groups,
             num_workers=self._config.parallel_config.world_size,
             num_shards=cut.sharding.num_shards,
             num_readers=cut.sharding.num_readers,
@@ -226,9 +235,20 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker.store(self._meta)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self._collect() or self._give_up() or Results(set(), set())
-        self._failed_blocks |= results.failed_blocks
-        return None, results.finished or None
+        """Report what has ended: to vLLM before 0.30, and where failed loads are reported by their blocks."""
+        return None, self._take_results().finished or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Report what has ended (vLLM 0.30 and later)."""
+        results = self._take_results()
+        failed = set() if self._tells_blocks else results.failed
+        return _TransferResults(finished_recving=results.finished, failed_recving=failed)
+
+    def _take_results(self) -> Results:
+        results = self._collect() or self._give_up() or Results()
+        if self._tells_blocks:
+            self._failed_blocks |= results.failed_blocks
+        return results
 
     @guarded(None)
     def _collect(self) -> Results | None:
@@ -269,11 +289,24 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0
         return self._scheduler.count_hit(request, num_computed_tokens)
 
+    @guarded(())
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        return self._scheduler.loaded_groups(request) if self._scheduler is not None else ()
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if not self._allocated(request, blocks, num_external_tokens) and num_external_tokens > 0:
             # The engine waits for a load now, so one must be reported: as failed, with every block that it meant.
-            num_blocks = num_external_tokens // layout.block_tokens(self._cache_config)
-            self._undone[request.request_id] = tuple(blocks.get_block_ids()[0][-num_blocks:])
+            meant: tuple[int, ...] = ()
+            if self._tells_blocks:
+                num_blocks = num_external_tokens // layout.block_tokens(self._cache_config)
+                meant = tuple(blocks.get_block_ids()[0][-num_blocks:])
+            self._undone[request.request_id] = meant
+            self._note_failed({request.request_id})
+
+    @guarded(None)
+    def _note_failed(self, request_ids: set[str]) -> None:
+        if self._scheduler is not None:
+            self._scheduler.note_failed(request_ids)
 
     @guarded(otherwise=False)
     def _allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:
@@ -297,25 +330,26 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(None)
     def update_connector_output(self, connector_output: Any) -> None:
         metadata = connector_output.kv_connector_worker_meta
+        self._note_failed(getattr(connector_output, "failed_recving", None) or set())
         if self._scheduler is not None and isinstance(metadata, KvistWorkerMetadata):
             self._scheduler.take_reports(metadata.settled)
             if metadata.refusal:
                 self._disable(f"a worker's memory was refused: {metadata.refusal}")
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._end(request)
+        self._end(request, (block_ids,))
         return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self._end(request)
+        self._end(request, block_ids)
         return False, None
 
     @guarded(None)
-    def _end(self, request: Any) -> None:
+    def _end(self, request: Any, block_ids: tuple[list[int], ...]) -> None:
         if self._scheduler is not None:
-            self._scheduler.end(request)
+            self._scheduler.end(request, block_ids)
 
     @guarded(otherwise=False)
     def has_pending_push_work(self) -> bool:
@@ -352,6 +386,36 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
+
+
+def _check_failures_can_be_told(groups: tuple[EngineGroup, ...]) -> None:
+    """Refuse groups whose failed loads this vLLM cannot be told of.
+
+    Raises:
+        LayoutError: always before vLLM 0.30, which knows failed blocks alone and computes from the first of them on:
+            where blocks before it are gone, or belong to another group, it would compute from what is not there.
+    """
+    if _TransferResults is None:
+        kinds = [group.kind.value for group in groups]
+        raise LayoutError(
+            f"KV cache groups {kinds} need vLLM 0.30 or later, which can compute a request from its start if its load "
+            f"fails"
+        )
+
+
+def _check_states_are_offered(kv_cache_config: Any) -> None:
+    """Refuse states of which vLLM does not say when a block holds which.
+
+    Raises:
+        LayoutError: names the group and its mode.
+    """
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        mode = getattr(group.kv_cache_spec, "mamba_cache_mode", "align")
+        if mode != "align":
+            raise LayoutError(
+                f"KV cache group {number} has the Mamba cache mode {mode!r}, in which vLLM does not tell which block "
+                f"holds the state at a boundary; start with --mamba-cache-mode align"
+            )
 
 
 def _join_logging() -> None:

@@ -9,27 +9,46 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPart:
+    """What is written into the blocks of one layer group."""
+
+    group: int
+    first_chunk: int
+    block_ids: tuple[int, ...]
+    """The stored ones of whole chunks, from ``first_chunk`` on."""
+    num_skipped_blocks: int
+    """Leading ones that must not be written: the engine has them already, or does not have them at all."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadJob:
     """One request's hit, to be written into its blocks by every worker."""
 
     id: int
     request_id: str
     lease: bytes
-    first_chunk: int
+    parts: tuple[LoadPart, ...]
+    """At most one for each group, and none for a group that needs nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorePart:
+    """Chunks of one layer group."""
+
+    group: int
+    digests: bytes
+    parent: bytes
+    """Of the first; empty where chunks stand alone, and at a prompt's start."""
     block_ids: tuple[int, ...]
-    """Of whole chunks, from ``first_chunk`` on."""
-    num_skipped_blocks: int
-    """Leading ones that the engine has already: they must not be written."""
+    """The stored ones of each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Chunks that this step completes, to be kept by every worker."""
+    """Chunks of one request that this step completes, to be kept by every worker."""
 
     id: int
-    digests: bytes
-    parent: bytes
-    block_ids: tuple[int, ...]
+    parts: tuple[StorePart, ...]
 
 
 @dataclass

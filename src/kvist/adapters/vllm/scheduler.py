@@ -2,7 +2,8 @@
 
 The laws: nothing here waits for the daemon longer than ``_ANSWER_WAIT_S``, and no request is put off longer than the
 deadline. A block that the daemon may read or write is held by a reference from the step that names it until every
-worker has reported the job settled, so no copy, however late, meets another request's bytes.
+worker has reported the job settled, so no copy, however late, meets another request's bytes. A block is named only
+while its request has it: of a window's blocks, and of states, many are gone when the next step begins.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvist.adapters.vllm import layout
-from kvist.adapters.vllm.metadata import LoadJob, StoreJob
+from kvist.adapters.vllm.blocks import first_loaded, plan_load, stored_blocks
+from kvist.adapters.vllm.groups import EngineGroup
+from kvist.adapters.vllm.metadata import LoadJob, StoreJob, StorePart
 from kvist.adapters.vllm.options import Options, parse_request_options
 from kvist.adapters.vllm.tracking import Lookup, Tracked
 from kvist.client.client import Client, Pending
 from kvist.errors import ConfigError, KeyInvalid
 from kvist.model.keys import Digest, MediaItem, Namespace, root_digest, split_digests
+from kvist.model.layout import GroupKind
 from kvist.wire import messages as wire
+from kvist.wire.describing import describe_needs
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +38,11 @@ _LEASE_MARGIN: Final = 0.5
 """Part of a lease's life for which a remembered lookup is trusted."""
 _STEPPING_S: Final = 2.0
 """How long an idle engine is kept stepping for a job's end."""
+
+Tables = Sequence[Sequence[int]]
+"""A request's block ids, by group."""
+States = Sequence[tuple[int, int, int]]
+"""(group, block, tokens): the block holds the group's state after exactly so many tokens when this step is over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +60,7 @@ class _Job:
 class EngineFacts:
     """What does not change while the engine runs."""
 
-    block_tokens: int
+    groups: tuple[EngineGroup, ...]
     num_workers: int
     num_shards: int
     """Of each prefix."""
@@ -61,6 +71,11 @@ class EngineFacts:
     """Part of the blocks that unfinished stores may hold."""
     has_prefix_cache: bool
     """The engine itself keeps finished prompts' blocks for others."""
+
+    @property
+    def needs_last_token(self) -> bool:
+        """A prompt must not be loaded whole: the engine would go back by a token, and a state or window does not."""
+        return any(group.kind is not GroupKind.FULL for group in self.groups)
 
 
 class SchedulerSide:
@@ -79,8 +94,15 @@ class SchedulerSide:
         self._namespace = namespace
         self._chunk_tokens = namespace.chunk_tokens
         self._engine = engine
-        self._blocks_per_chunk = namespace.chunk_tokens // engine.block_tokens
-        self._held_max = max(self._blocks_per_chunk, int(engine.num_blocks * engine.held_share_max))
+        self._groups = engine.groups
+        blocks_per_chunk = sum(group.stored_blocks_per_chunk for group in engine.groups)
+        self._held_max = max(blocks_per_chunk, int(engine.num_blocks * engine.held_share_max))
+        self._needs = describe_needs(
+            [
+                replace(group.need, num_shards=engine.num_shards, num_readers=engine.num_readers)
+                for group in engine.groups
+            ]
+        )
         self._clock = clock
         self._pool: Any = None
         self._roots: dict[tuple[str, str], Digest] = {}
@@ -107,6 +129,8 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id) or self._track(request)
         if tracked is None or not tracked.options.read or getattr(request, "skip_reading_prefix_cache", False):
             return 0
+        if tracked.has_failed:
+            return 0
         tracked.num_local_tokens = num_local_tokens
         self._ask(tracked)
         lookup = tracked.lookup
@@ -120,7 +144,7 @@ class SchedulerSide:
             self._forget_lookup(tracked)
             return 0
         num_chunks = lookup.reply.num_chunks if lookup.reply else 0
-        tracked.num_offered = max(tracked.num_offered, num_chunks)
+        tracked.note_found(num_chunks)
         num_hit_tokens = num_chunks * self._chunk_tokens - num_local_tokens
         if num_hit_tokens < self._chunk_tokens:
             return 0  # Computed sooner than loaded: a load takes a step or two, however small it is.
@@ -136,19 +160,43 @@ class SchedulerSide:
             digest in job.digests and now - job.begun_at <= self._options.deadline_s for job in self._jobs.values()
         )
 
+    def loaded_groups(self, request: Any) -> tuple[int, ...]:
+        """Return the groups whose blocks the load that was promised last will fill."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.lookup is None or tracked.lookup.reply is None:
+            return ()
+        num_chunks = tracked.lookup.reply.num_chunks
+        num_local_chunks = tracked.num_local_tokens // self._chunk_tokens
+        return tuple(
+            group.number
+            for group in self._groups
+            if first_loaded(group, num_chunks=num_chunks, num_local_chunks=num_local_chunks) < num_chunks
+        )
+
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> bool:
-        """Take note of a request's blocks; begin its load if it was promised one, and return whether that is so."""
+        """Begin a request's load if it was promised one, and return whether that is so.
+
+        Raises:
+            InvalidBlocks: the request does not have the blocks that it needs.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return False
-        tracked.block_ids = list(blocks.get_block_ids()[0])
         lookup = tracked.lookup
         if num_external_tokens <= 0:
             self._forget_lookup(tracked)
         elif lookup is not None and lookup.reply is not None and not lookup.is_claimed:
-            self._begin_load(tracked, lookup, num_external_tokens)
+            self._begin_load(tracked, lookup, blocks.get_block_ids(), num_external_tokens)
             return True
         return False
+
+    def note_failed(self, request_ids: Iterable[str]) -> None:
+        """Take note of requests whose loads have failed as a whole: another attempt might fail as well."""
+        for request_id in request_ids:
+            tracked = self._tracked.get(request_id)
+            if tracked is not None:
+                self._forget_lookup(tracked)
+                tracked.note_failed()
 
     def take_loads(self) -> list[LoadJob]:
         """Return the loads that were begun since the last call."""
@@ -160,11 +208,23 @@ class SchedulerSide:
         self._client.poll()
         self._settle_abandoned()
         stores, self._last_stores = self._last_stores, []
-        for request_id, num_computed_tokens in self._take_steps(scheduler_output):
+        for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():
+            if (tracked := self._tracked.get(request_id)) is not None:
+                tracked.lose_blocks()
+        state = getattr(scheduler_output, "kv_connector_block_state", None)
+        for request_id, num_computed_tokens in self._take_steps(scheduler_output, is_told=state is not None):
             tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                tracked.num_computed_tokens = num_computed_tokens
-                stores += self._begin_store(tracked)
+            if tracked is None:
+                continue
+            tracked.num_computed_tokens = num_computed_tokens
+            first, end = self._open_chunks(tracked)
+            if first >= end:
+                continue
+            if state is None:
+                stores += self._begin_store(tracked, tracked.tables, (), end)
+            else:
+                states = state.boundary_state_offloads.get(request_id, ())
+                stores += self._begin_store(tracked, state.get_block_ids(request_id), states, end)
         return stores
 
     def take_reports(self, settled: Counter[int]) -> None:
@@ -178,12 +238,15 @@ class SchedulerSide:
                 del self._jobs[number]
                 layout.let_go_of_blocks(self._pool, job.blocks)
 
-    def end(self, request: Any) -> None:
-        """Forget a request. Its jobs go on, and keep their blocks; what could not be stored before is stored now."""
+    def end(self, request: Any, tables: Tables) -> None:
+        """Forget a request that still has its blocks. Its jobs go on, and keep theirs; what is left is stored now."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             self._forget_lookup(tracked)
-            self._last_stores += self._begin_store(tracked)
+            # The last token was sampled and has no KV, whatever a step with draft tokens has computed in its place.
+            tracked.num_computed_tokens = min(tracked.num_computed_tokens, int(request.num_tokens) - 1)
+            _, end = self._open_chunks(tracked)
+            self._last_stores += self._begin_store(tracked, tables, (), end, is_over=True)
 
     def must_keep_stepping(self) -> bool:
         """Return whether an idle engine should go on for the sake of jobs that will soon be over."""
@@ -218,6 +281,7 @@ class SchedulerSide:
             media = [MediaItem(*item) for item in layout.media_of(request)]
             root = self._root(layout.adapter_of(request), str(getattr(request, "cache_salt", None) or ""))
             tracked = Tracked(request, options, root, self._chunk_tokens, media)
+            tracked.num_offered = {group.number: 0 for group in self._groups}
             tracked.num_whole_chunks()
         except (ConfigError, KeyInvalid) as error:
             logger.warning("request is not cached request=%s reason=%s", request.request_id, error)
@@ -236,13 +300,14 @@ class SchedulerSide:
     def _ask(self, tracked: Tracked) -> None:
         """Look a request's prefix up, unless that was done and still holds."""
         num_chunks = tracked.num_whole_chunks()
+        if self._engine.needs_last_token:
+            num_chunks = min(num_chunks, (int(tracked.request.num_tokens) - 1) // self._chunk_tokens)
         if tracked.lookup is not None and self._is_remembered(tracked.lookup, num_chunks):
             return
         self._forget_lookup(tracked)
         if num_chunks:
             digests = tracked.packed(0, num_chunks)
-            need = wire.NeedSpec("full", num_shards=self._engine.num_shards, num_readers=self._engine.num_readers)
-            pending = self._client.submit(lambda number: wire.Lookup(number, digests, (need,)))
+            pending = self._client.submit(lambda number: wire.Lookup(number, digests, self._needs))
             tracked.lookup = Lookup(num_chunks, pending)
 
     def _is_remembered(self, lookup: Lookup, num_chunks: int) -> bool:
@@ -274,65 +339,112 @@ class SchedulerSide:
                 self._client.submit(functools.partial(wire.Release, lease=pending.reply.lease))
         self._abandoned = waiting
 
-    def _begin_load(self, tracked: Tracked, lookup: Lookup, num_external_tokens: int) -> None:
+    def _begin_load(self, tracked: Tracked, lookup: Lookup, tables: Tables, num_external_tokens: int) -> None:
         assert lookup.reply is not None
         num_local = tracked.num_local_tokens
-        first_chunk = num_local // self._chunk_tokens
-        num_skipped_blocks = num_local % self._chunk_tokens // self._engine.block_tokens
-        end = (num_local + num_external_tokens) // self._chunk_tokens
-        first_block, end_block = first_chunk * self._blocks_per_chunk, end * self._blocks_per_chunk
-        block_ids = tuple(tracked.block_ids[first_block:end_block])
-        digests = frozenset(split_digests(tracked.packed(first_chunk, end)))
-        number = self._hold(block_ids[num_skipped_blocks:], digests)
+        num_chunks = (num_local + num_external_tokens) // self._chunk_tokens
+        planned = [
+            plan_load(
+                group, tables[group.number], num_chunks=num_chunks, chunk_tokens=self._chunk_tokens,
+                num_local_tokens=num_local,
+            )
+            for group in self._groups
+        ]  # fmt: skip
+        parts = tuple(part for part in planned if part is not None)
+        block_ids = [block_id for part in parts for block_id in part.block_ids[part.num_skipped_blocks :]]
+        digests = frozenset(split_digests(tracked.packed(num_local // self._chunk_tokens, num_chunks)))
+        number = self._hold(block_ids, digests)
         lookup.is_claimed = True
-        request_id = tracked.request.request_id
-        self._loads.append(
-            LoadJob(number, request_id, lookup.reply.lease, first_chunk, block_ids, num_skipped_blocks)
-        )  # fmt: skip
+        tracked.lose_blocks()
+        self._loads.append(LoadJob(number, tracked.request.request_id, lookup.reply.lease, parts))
 
-    def _begin_store(self, tracked: Tracked) -> list[StoreJob]:
-        """Store the chunks that are whole after this step, as far as blocks may be held for it."""
-        if not tracked.options.write:
-            return []
+    def _open_chunks(self, tracked: Tracked) -> tuple[int, int]:
+        """Return from where on some group's chunks were not offered, and where those end that are whole by now."""
         end = min(tracked.num_computed_tokens // self._chunk_tokens, tracked.num_whole_chunks())
-        end = min(end, len(tracked.block_ids) // self._blocks_per_chunk)
-        first = tracked.num_offered
-        num_held = sum(len(job.blocks) for job in self._jobs.values())
-        end = min(end, first + (self._held_max - num_held) // self._blocks_per_chunk)
-        if end <= first or not self._client.is_connected or self._client.is_late:
-            return []
-        block_ids = tuple(tracked.block_ids[first * self._blocks_per_chunk : end * self._blocks_per_chunk])
-        tracked.num_offered = end
-        parent = tracked.digest(first - 1) if first else b""
-        return [StoreJob(self._hold(block_ids), tracked.packed(first, end), parent, block_ids)]
+        # A draft group's last chunk waits for the next one, or for the request's end.
+        return min(tracked.num_offered[group.number] + group.is_draft for group in self._groups), end
 
-    def _hold(self, block_ids: tuple[int, ...], digests: frozenset[Digest] = frozenset()) -> int:
+    def _begin_store(
+        self, tracked: Tracked, tables: Tables, states: States, end: int, *, is_over: bool = False
+    ) -> list[StoreJob]:
+        """Store what is whole after this step and still there, as far as blocks may be held for it."""
+        if not tables or not tracked.options.write or not self._client.is_connected or self._client.is_late:
+            return []
+        num_free = self._held_max - sum(len(job.blocks) for job in self._jobs.values())
+        chosen: dict[int, dict[int, list[int]]] = {group.number: {} for group in self._groups}
+        boundaries = {(group, tokens): block_id for group, block_id, tokens in states}
+        for chunk in range(min(tracked.num_offered.values()), end):
+            is_trailing = chunk == end - 1 and not is_over
+            found = {
+                group.number: self._blocks_to_store(group, tables[group.number], boundaries, chunk)
+                for group in self._groups
+                if _is_next(tracked, group, chunk) and not (group.is_draft and is_trailing)
+            }
+            num_free -= sum(len(block_ids or ()) for block_ids in found.values())
+            if num_free < 0:
+                break
+            for number, block_ids in found.items():
+                if block_ids is not None:
+                    tracked.num_offered[number] = chunk + 1
+                if block_ids:
+                    chosen[number][chunk] = block_ids
+        parts = tuple(
+            _store_part(tracked, group, chosen[group.number]) for group in self._groups if chosen[group.number]
+        )
+        block_ids = [block_id for part in parts for block_id in part.block_ids]
+        return [StoreJob(self._hold(block_ids), parts)] if parts else []
+
+    def _blocks_to_store(
+        self, group: EngineGroup, table: Sequence[int], boundaries: Mapping[tuple[int, int], int], chunk: int
+    ) -> list[int] | None:
+        """Return a chunk's blocks; none of them if they are gone for good, and None if they should be there."""
+        if group.kind is GroupKind.RECURRENT:
+            block_id = boundaries.get((group.number, (chunk + 1) * self._chunk_tokens))
+            return [block_id] if block_id else []
+        block_ids = stored_blocks(group, table, chunk)
+        return block_ids if block_ids is not None or group.kind is GroupKind.FULL else []
+
+    def _hold(self, block_ids: Sequence[int], digests: frozenset[Digest] = frozenset()) -> int:
         number = self._next_job
         self._next_job += 1
         self._jobs[number] = _Job(layout.hold_blocks(self._pool, block_ids), self._clock(), digests)
         return number
 
-    def _take_steps(self, scheduler_output: Any) -> list[tuple[str, int]]:
-        """Bring block tables up to date; return (request, tokens computed when this step is over)."""
+    def _take_steps(self, scheduler_output: Any, *, is_told: bool) -> list[tuple[str, int]]:
+        """Return (request, tokens computed when this step is over); bring block tables up to date unless ``is_told``.
+
+        vLLM before 0.29 tells the blocks that are new. All that is said of a new or a resumed request replaces what was
+        known of it: with Model Runner V2 a resumed request comes as a new one.
+        """
         num_scheduled = scheduler_output.num_scheduled_tokens
         steps = []
         for new in scheduler_output.scheduled_new_reqs:
-            self._set_blocks(new.req_id, new.block_ids, is_whole=True)
             steps.append((new.req_id, new.num_computed_tokens + num_scheduled.get(new.req_id, 0)))
+            if not is_told and (tracked := self._tracked.get(new.req_id)) is not None:
+                tracked.set_blocks(new.block_ids)
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, block_ids, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            self._set_blocks(request_id, block_ids, is_whole=request_id in cached.resumed_req_ids)
             steps.append((request_id, computed + num_scheduled.get(request_id, 0)))
+            if is_told or block_ids is None or (tracked := self._tracked.get(request_id)) is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                tracked.set_blocks(block_ids)
+            else:
+                tracked.add_blocks(block_ids)
         return steps
 
-    def _set_blocks(self, request_id: str, block_ids: Any, *, is_whole: bool) -> None:
-        tracked = self._tracked.get(request_id)
-        if tracked is None or (block_ids is None and not is_whole):
-            return
-        new = list(block_ids[0]) if block_ids else []
-        if is_whole:
-            tracked.block_ids = new
-        else:
-            tracked.block_ids += new
+
+def _is_next(tracked: Tracked, group: EngineGroup, chunk: int) -> bool:
+    """Return whether a chunk was not offered, and all before it were where chunks hang on each other."""
+    num_offered = tracked.num_offered[group.number]
+    return num_offered == chunk if group.kind is GroupKind.FULL else num_offered <= chunk
+
+
+def _store_part(tracked: Tracked, group: EngineGroup, chosen: Mapping[int, Sequence[int]]) -> StorePart:
+    """Return a group's chosen chunks, by number, as they travel."""
+    digests = b"".join(tracked.packed(chunk, chunk + 1) for chunk in chosen)
+    first = min(chosen)
+    parent = tracked.digest(first - 1) if first and group.kind is GroupKind.FULL else b""
+    return StorePart(group.number, digests, parent, tuple(block_id for ids in chosen.values() for block_id in ids))

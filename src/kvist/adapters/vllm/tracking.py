@@ -45,11 +45,38 @@ class Tracked:
     lookup: Lookup | None = None
     num_local_tokens: int = 0
     """What the engine had itself when it last asked."""
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    """Block ids by group, where the engine tells only what is new of them."""
     num_computed_tokens: int = 0
-    """After the last step that it was part of."""
-    num_offered: int = 0
-    """Chunks, from the first, that the daemon has or was asked to store."""
+    """After the last step that it was part of; 0 while its blocks are being loaded, or taken from it."""
+    num_offered: dict[int, int] = field(default_factory=dict)
+    """By group: chunks, from the first, that the daemon has, was asked to store, or will never be asked to store."""
+    has_failed: bool = False
+    """A load of it has failed: it is computed."""
+
+    def note_found(self, num_chunks: int) -> None:
+        """Take note of chunks that the daemon has."""
+        for group, num_offered in self.num_offered.items():
+            self.num_offered[group] = max(num_offered, num_chunks)
+
+    def note_failed(self) -> None:
+        """Load nothing of it any more, and offer again what was thought to be there."""
+        self.has_failed = True
+        self.num_offered = dict.fromkeys(self.num_offered, 0)
+
+    def lose_blocks(self) -> None:
+        """Forget its blocks: they are another's now, or not written yet."""
+        self.tables = []
+        self.num_computed_tokens = 0
+
+    def set_blocks(self, tables: Sequence[Sequence[int]]) -> None:
+        """Replace all block tables."""
+        self.tables = [list(table) for table in tables]
+
+    def add_blocks(self, tables: Sequence[Sequence[int]]) -> None:
+        """Append to all block tables, if they are known."""
+        for table, new in zip(self.tables, tables, strict=False):
+            table.extend(new)
 
     def num_whole_chunks(self) -> int:
         """Return how many chunks of verified tokens there are, after hashing those that are new."""

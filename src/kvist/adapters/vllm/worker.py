@@ -1,8 +1,9 @@
 """The worker's side: it hands KV memory to the daemon, sends what the scheduler decided, and says what became of it.
 
-The laws: no call here blocks a step that computes. A load is reported to the engine exactly once: when it is answered,
-when its daemon is gone, or at its deadline, as failed; which blocks failed is exact. A job is *settled* only when the
-daemon has answered it or is gone, because only then nothing can touch its blocks any more.
+The laws: no call here blocks a step that computes. A job is a request to the daemon for each row of each of its
+groups, and over when all are. A load is reported to the engine exactly once: when it is over, when its daemon is gone,
+or at its deadline, as failed; which blocks failed is exact. A job is *settled* only when the daemon has answered all of
+it or is gone, because only then nothing can touch its blocks any more.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvist.adapters.vllm.metadata import KvistMetadata, LoadJob, StoreJob
+from kvist.adapters.vllm.metadata import KvistMetadata, LoadJob, LoadPart, StorePart
 from kvist.client.client import Build, Pending
 from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
@@ -54,36 +55,51 @@ class Fence(Protocol):
 @dataclass(slots=True, eq=False)
 class _Load:
     job: LoadJob
-    pending: Pending
+    begun_at: float
+    sends: list[tuple[LoadPart, int]]
+    """What is asked of the daemon: a part of the job, and the row that it is for."""
+    pending: list[Pending]
+    """One for each of ``sends``."""
     is_reported: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return all(pending.is_over for pending in self.pending)
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
     """What a worker tells its engine after a step."""
 
-    finished: set[str]
+    finished: set[str] = field(default_factory=set)
     """Requests whose load is over, well or badly."""
-    failed_blocks: set[int]
+    failed: set[str] = field(default_factory=set)
+    """Those of them of whose blocks not all can be used."""
+    failed_blocks: set[int] = field(default_factory=set)
     """Blocks whose content must not be used."""
+
+    def add(self, request_id: str, failed_blocks: Iterable[int], *, is_whole: bool) -> None:
+        """Take a load's end in."""
+        self.finished.add(request_id)
+        self.failed_blocks.update(failed_blocks)
+        if not is_whole:
+            self.failed.add(request_id)
 
 
 class WorkerSide:
     """Lives in a worker process, on its main thread."""
 
     def __init__(
-        self, *, blocks_per_chunk: int = 1, deadline_s: float = 1.0, governor: Governor | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self, *, deadline_s: float = 1.0, governor: Governor | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Begin without a daemon; all loads fail at once until ``connect``."""
         self._client: Requests | None = None
         self._fence: Fence | None = None
         self._rows_of_group: Mapping[int, Sequence[int]] = {}
-        self._blocks_per_chunk = blocks_per_chunk
         self._deadline_s = deadline_s
         self._clock = clock
         self._loads: list[_Load] = []
-        self._stores: dict[int, Pending] = {}
+        self._stores: dict[int, list[Pending]] = {}
         self._settled: Counter[int] = Counter()
         self.governor = governor or Governor(math.inf)
         """Spaces this worker's stores, by what its steps take."""
@@ -97,11 +113,12 @@ class WorkerSide:
     ) -> None:
         """Use a client, which registers this worker's memory; ``fence`` is the event that it registers, if any.
 
-        ``rows_of_group`` says which of the registered rows hold a group, by its number in vLLM.
+        ``rows_of_group`` says which of the registered rows hold a group, by its number in vLLM; without it, each group
+        is the row of its number.
         """
-        self._rows_of_group = rows_of_group or {}
         self._client = client
         self._fence = fence
+        self._rows_of_group = rows_of_group or {}
 
     def begin(self, metadata: KvistMetadata) -> None:
         """Send this step's loads. Stores follow when the step has been computed, at once if it computes nothing.
@@ -111,10 +128,11 @@ class WorkerSide:
         self._is_idle = metadata.is_idle
         self._note_step(metadata.num_decoding)
         self._undone.update(metadata.undone)
-        begun = [_Load(job, self._lost()) for job in metadata.loads]
+        begun = [self._note_load(job) for job in metadata.loads]
         self._loads += begun  # Known before anything is sent: whatever goes wrong now, each is reported.
         for load in begun:
-            load.pending = self._send_load(load.job)
+            for number, (part, row) in enumerate(load.sends):
+                load.pending[number] = self._send_load(load.job, part, row)
         if metadata.is_idle:
             self.store(metadata)
 
@@ -122,7 +140,9 @@ class WorkerSide:
         """Send this step's stores; every byte that they name has been computed."""
         for job in metadata.stores:
             if job.id not in self._stores:
-                self._stores[job.id] = self._send_store(job)
+                pending = self._stores[job.id] = []
+                for part in job.parts:
+                    pending += [self._send_store(part, row) for row in self._rows(part.group)]
 
     def collect(self) -> Results:
         """Return what has ended since the last call."""
@@ -132,10 +152,10 @@ class WorkerSide:
         results = self._take_undone()
         now = self._clock()
         for load in self._loads:
-            if not load.is_reported and (load.pending.is_over or now - load.pending.sent_at > self._deadline_s):
+            if not load.is_reported and (load.is_over or now - load.begun_at > self._deadline_s):
+                failed_blocks = self._failed_blocks(load)
+                results.add(load.job.request_id, failed_blocks, is_whole=not failed_blocks)
                 load.is_reported = True
-                results.finished.add(load.job.request_id)
-                results.failed_blocks.update(self._failed_blocks(load))
         self._settle()
         return results
 
@@ -145,8 +165,8 @@ class WorkerSide:
         for load in self._loads:
             if not load.is_reported:
                 load.is_reported = True
-                results.finished.add(load.job.request_id)
-                results.failed_blocks.update(load.job.block_ids[load.job.num_skipped_blocks :])
+                written = set().union(*map(_written, load.job.parts))
+                results.add(load.job.request_id, written, is_whole=False)
         return results
 
     def take_settled(self) -> Counter[int]:
@@ -171,7 +191,17 @@ class WorkerSide:
 
     def _take_undone(self) -> Results:
         undone, self._undone = self._undone, {}
-        return Results(set(undone), {block_id for block_ids in undone.values() for block_id in block_ids})
+        results = Results()
+        for request_id, block_ids in undone.items():
+            results.add(request_id, block_ids, is_whole=False)
+        return results
+
+    def _rows(self, group: int) -> Sequence[int]:
+        return self._rows_of_group.get(group, ()) if self._rows_of_group else (group,)
+
+    def _note_load(self, job: LoadJob) -> _Load:
+        sends = [(part, row) for part in job.parts for row in self._rows(part.group)]
+        return _Load(job, self._clock(), sends, [self._lost() for _ in sends])
 
     def _lost(self) -> Pending:
         return Pending(0, self._clock(), is_lost=True)
@@ -181,43 +211,57 @@ class WorkerSide:
             self._fence.record()
         return self._client.submit(build) if self._client is not None else self._lost()
 
-    def _send_load(self, job: LoadJob) -> Pending:
-        block_ids = _pack(job.block_ids)
+    def _send_load(self, job: LoadJob, part: LoadPart, row: int) -> Pending:
+        block_ids = _pack(part.block_ids)
         deadline_ms = int(self._deadline_s * 1000)
         is_fenced = self._fence is not None
         return self._submit(
             lambda number: wire.Retrieve(
-                number, job.lease, job.first_chunk, block_ids, job.num_skipped_blocks, deadline_ms, is_fenced
+                number, job.lease, part.first_chunk, block_ids, part.num_skipped_blocks, deadline_ms, is_fenced, row
             )
         )
 
-    def _send_store(self, job: StoreJob) -> Pending:
-        block_ids = _pack(job.block_ids)
+    def _send_store(self, part: StorePart, row: int) -> Pending:
+        block_ids = _pack(part.block_ids)
         is_fenced = self._fence is not None
-        return self._submit(lambda number: wire.Store(number, job.digests, job.parent, block_ids, is_fenced=is_fenced))
+        return self._submit(
+            lambda number: wire.Store(number, part.digests, part.parent, block_ids, is_fenced=is_fenced, row=row)
+        )
 
-    def _failed_blocks(self, load: _Load) -> Sequence[int]:
+    def _failed_blocks(self, load: _Load) -> set[int]:
         """Return the blocks of a load that were not, or not rightly, written."""
-        reply = load.pending.reply
-        block_ids = load.job.block_ids
-        if isinstance(reply, wire.RetrieveReply):
-            size = self._blocks_per_chunk
-            numbers = [at for chunk in reply.failed for at in range(chunk * size, (chunk + 1) * size)]
-            if numbers:
-                logger.warning("load incomplete request=%s chunks=%s", load.job.request_id, reply.failed)
-            return [block_ids[at] for at in numbers if at >= load.job.num_skipped_blocks]
-        reason = f"{reply.code}: {reply.detail}" if isinstance(reply, wire.Error) else "daemon is gone or late"
-        logger.warning("load failed request=%s reason=%s", load.job.request_id, reason)
-        return block_ids[load.job.num_skipped_blocks :]
+        failed: set[int] = set()
+        for (part, row), pending in zip(load.sends, load.pending, strict=True):
+            reply, written = pending.reply, _written(part)
+            if isinstance(reply, wire.RetrieveReply):
+                size = len(part.block_ids) // reply.num_chunks
+                block_ids = [part.block_ids[chunk * size + at] for chunk in reply.failed for at in range(size)]
+                failed |= written.intersection(block_ids)
+                reason = f"chunks {reply.failed} do not match" if block_ids else ""
+            elif isinstance(reply, wire.Error):
+                failed |= written
+                reason = f"{reply.code}: {reply.detail}"
+            else:
+                failed |= written
+                reason = "daemon is gone or late"
+            if reason:
+                logger.warning("load failed request=%s row=%d reason=%s", load.job.request_id, row, reason)
+        return failed
 
     def _settle(self) -> None:
         for load in self._loads:
-            if load.pending.is_over:
+            if load.is_over:
                 self._settled[load.job.id] += 1
-        self._loads = [load for load in self._loads if not load.pending.is_over]
-        for number in [number for number, pending in self._stores.items() if pending.is_over]:
-            del self._stores[number]
-            self._settled[number] += 1
+        self._loads = [load for load in self._loads if not load.is_over]
+        for number, pending in list(self._stores.items()):
+            if all(one.is_over for one in pending):
+                del self._stores[number]
+                self._settled[number] += 1
+
+
+def _written(part: LoadPart) -> set[int]:
+    """Return the blocks that a load writes."""
+    return set(part.block_ids[part.num_skipped_blocks :])
 
 
 def _pack(block_ids: Sequence[int]) -> bytes:

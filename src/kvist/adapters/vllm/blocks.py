@@ -1,0 +1,64 @@
+"""Which of a request's blocks a load writes and a store reads: arithmetic on block tables, for every kind of group.
+
+The law: what is named is there, belongs to the request, and is exactly what its group needs. In a block table of vLLM's
+the null block stands for a block that there is not: outside a window, or let go of. A load passes over such blocks at
+its front, and over those that the engine has itself; a store passes over the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvist.adapters.vllm.groups import EngineGroup
+from kvist.adapters.vllm.layout import NULL_BLOCK
+from kvist.adapters.vllm.metadata import LoadPart
+from kvist.errors import InvalidBlocks
+from kvist.model.coverage import first_needed
+from kvist.model.layout import GroupKind
+from kvist.transfer.plan import stored_block_ids, stored_blocks_to_skip
+
+_KINDS_WITH_HOLES: Final = (GroupKind.WINDOW, GroupKind.CHUNKED)
+
+
+def first_loaded(group: EngineGroup, *, num_chunks: int, num_local_chunks: int) -> int:
+    """Return where the chunks begin that a group needs of a prefix and the engine does not have; they end with it."""
+    return max(first_needed(group.need, num_chunks), num_local_chunks)
+
+
+def plan_load(
+    group: EngineGroup, table: Sequence[int], *, num_chunks: int, chunk_tokens: int, num_local_tokens: int
+) -> LoadPart | None:
+    """Return what is to be loaded into a group's blocks for a prefix of ``num_chunks``; None if it needs nothing.
+
+    Raises:
+        InvalidBlocks: a block that the group needs is not there.
+    """
+    first = first_loaded(group, num_chunks=num_chunks, num_local_chunks=num_local_tokens // chunk_tokens)
+    if first >= num_chunks:
+        return None
+    per_chunk, num_stored = group.blocks_per_chunk, group.stored_blocks_per_chunk
+    block_ids = stored_block_ids(
+        table[first * per_chunk : num_chunks * per_chunk], blocks_per_chunk=per_chunk, num_stored=num_stored
+    )
+    num_local_blocks = max(0, num_local_tokens // group.block_tokens - first * per_chunk)
+    num_skipped = stored_blocks_to_skip(num_local_blocks, blocks_per_chunk=per_chunk, num_stored=num_stored)
+    if group.kind in _KINDS_WITH_HOLES:
+        while num_skipped < len(block_ids) and block_ids[num_skipped] == NULL_BLOCK:
+            num_skipped += 1
+    missing = block_ids[num_skipped:].count(NULL_BLOCK)
+    if missing or num_skipped >= len(block_ids) or len(block_ids) != (num_chunks - first) * num_stored:
+        raise InvalidBlocks(
+            f"{missing} of {len(block_ids)} blocks are not there, {num_skipped} are skipped, for chunks "
+            f"[{first}, {num_chunks}) of group {group.number} with {num_stored} stored blocks each"
+        )
+    passed_over, num_skipped = divmod(num_skipped, num_stored)
+    return LoadPart(group.number, first + passed_over, tuple(block_ids[passed_over * num_stored :]), num_skipped)
+
+
+def stored_blocks(group: EngineGroup, table: Sequence[int], chunk: int) -> list[int] | None:
+    """Return the blocks of a chunk that are kept; None if one of them is not there."""
+    end = (chunk + 1) * group.blocks_per_chunk
+    block_ids = list(table[end - group.stored_blocks_per_chunk : end])
+    is_whole = len(block_ids) == group.stored_blocks_per_chunk and NULL_BLOCK not in block_ids
+    return block_ids if is_whole else None

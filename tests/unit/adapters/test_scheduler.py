@@ -1,0 +1,295 @@
+"""What the scheduler's side promises, begins, names and remembers, one step at a time."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvist.client.client import Build, Pending
+from kvist.model.keys import DIGEST_NBYTES, Namespace
+from kvist.model.layout import GroupKind
+from kvist.wire import messages as wire
+from tests.support.engine_blocks import Pool
+from tests.support.fake_vllm import adapter
+from tests.support.scheduled import CHUNK_TOKENS, Request, Sort
+
+FULL, WINDOW, CHUNKED, RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT
+WITH_WINDOW = ((FULL, 8, None, False), (WINDOW, 4, 8, False))
+WITH_STATE = ((FULL, 8, None, False), (RECURRENT, 16, None, False))
+WITH_DRAFT = ((FULL, 8, None, False), (FULL, 8, None, True))
+
+
+class Finder:
+    """A client that finds as many chunks as it is told."""
+
+    def __init__(self) -> None:
+        self.num_found = 0
+        self.sent: list[wire.Request] = []
+        self.is_connected, self.is_late, self.welcome = True, False, None
+
+    def submit(self, build: Build) -> Pending:
+        request = build(len(self.sent) + 1)
+        self.sent.append(request)
+        found = min(self.num_found, len(getattr(request, "digests", b"")) // DIGEST_NBYTES)
+        return Pending(request.id, 0.0, wire.LookupReply(request.id, found, b"lease" if found else b""))
+
+    def poll(self, timeout_s: float = 0.0) -> None: ...
+
+    def wait(self, pending: Pending, deadline_s: float) -> None: ...
+
+
+class Bench:
+    """A connector's scheduler side, and a hand that plays vLLM."""
+
+    def __init__(self, groups: Any, *, is_told: bool = True, held_share_max: float = 1.0) -> None:
+        self.sort = Sort(groups, 100, is_told=is_told)
+        self.client = Finder()
+        self.pool = Pool(100, lambda _: None)
+        facts = adapter("scheduler").EngineFacts(
+            groups=self.sort.engine_groups(), num_workers=1, num_shards=2, num_readers=3, num_blocks=100,
+            held_share_max=held_share_max, has_prefix_cache=True,
+        )  # fmt: skip
+        namespace = Namespace("model", "", "bf16", "layout", "1", CHUNK_TOKENS)
+        side = adapter("scheduler").SchedulerSide
+        self.side = side(self.client, adapter("options").Options(), namespace, facts, clock=lambda: 0.0)
+        kind = adapter("connector").KvistConnector
+        self.connector = kind.__new__(kind)
+        self.connector.__dict__.update(
+            _scheduler=self.side, _worker=None, _undone={}, _refusal="", _faults=set(), _tells_blocks=False
+        )
+        self.side.bind_pool(self.pool)
+
+    def request(self, num_tokens: int) -> Request:
+        request = Request("r", list(range(num_tokens)), 0)
+        self.connector.on_new_request(request)
+        return request
+
+    def allocate(self, request: Request, num_external: int, *tables: list[int]) -> None:
+        self.pool.touch([self.pool.blocks[block_id] for table in tables for block_id in table if block_id])
+        blocks = SimpleNamespace(get_block_ids=lambda: tables)
+        self.connector.update_state_after_alloc(request, blocks, num_external)
+
+    def step(
+        self, computed: int, num: int, *tables: list[int], states: Any = (), preempted: Any = (), is_new: bool = False
+    ) -> Any:
+        """Compute tokens of the request; its tables are told whole, or what is new of them."""
+        cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+        new = []
+        if num and is_new:
+            new = [SimpleNamespace(req_id="r", block_ids=tables, num_computed_tokens=computed)]
+        elif num:
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens = ["r"], [tables or None], [computed]
+        output = SimpleNamespace(
+            scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens={"r": num} if num else {},
+            preempted_req_ids=set(preempted), total_num_scheduled_tokens=num,
+        )  # fmt: skip
+        if self.sort.is_told:
+            offers = {"r": list(states)} if states else {}
+            output.kv_connector_block_state = SimpleNamespace(
+                boundary_state_offloads=offers, get_block_ids=lambda _: tables
+            )
+        meta = self.connector.build_connector_meta(output)
+        assert not self.connector._faults
+        return meta
+
+    @property
+    def held(self) -> list[int]:
+        return sorted(block.block_id for job in self.side._jobs.values() for block in job.blocks)
+
+
+def stored(meta: Any) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return (group, chunks, blocks) of what a step stores."""
+    return [(part.group, len(part.digests) // 16, part.block_ids) for job in meta.stores for part in job.parts]
+
+
+def test_a_lookup_tells_needs_shards_and_readers():
+    """The daemon is asked with what each group needs, by its order, on all shards, for all readers."""
+    bench = Bench(WITH_WINDOW)
+    bench.request(40)
+    (lookup,) = bench.client.sent
+    assert (lookup.num_shards, lookup.num_readers) == (2, 3)
+    assert lookup.needs == (wire.NeedSpec("full"), wire.NeedSpec("window", 1))
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_tokens", "num_asked"),
+    [(WITH_WINDOW, 48, 2), (WITH_WINDOW, 49, 3), (WITH_STATE, 32, 1), (WITH_DRAFT, 48, 3)],
+)
+def test_a_token_is_left_to_compute_unless_all_groups_are_full(groups: Any, num_tokens: int, num_asked: int):
+    """A prompt of whole chunks is asked for without its last one where the engine could not go back by a token."""
+    bench = Bench(groups)
+    bench.request(num_tokens)
+    assert len(bench.client.sent[0].digests) == num_asked * DIGEST_NBYTES
+
+
+def test_a_load_is_held_and_names_its_groups():
+    """A load fills what each group needs; these blocks and no others are held, until it is settled."""
+    bench = Bench(WITH_WINDOW)
+    bench.client.num_found = 2
+    request = bench.request(40)
+    assert bench.connector.get_num_new_matched_tokens(request, 0) == (32, True)
+    assert bench.connector.get_loaded_kv_cache_group_ids(request) == (0, 1)
+    bench.allocate(request, 32, [1, 2, 3, 4], [0, 0, 0, 0, 0, 0, 5, 6])
+    (load,) = bench.step(0, 0).loads
+    assert [(part.group, part.first_chunk, part.block_ids) for part in load.parts] == [
+        (0, 0, (1, 2, 3, 4)), (1, 1, (5, 6))
+    ]  # fmt: skip
+    assert bench.held == [1, 2, 3, 4, 5, 6]
+    bench.side.take_reports({load.id: 1})
+    assert bench.held == []
+
+
+def test_a_group_that_needs_nothing_is_not_loaded():
+    """Where the prefix ends with an attention chunk, that group is neither named to the engine nor filled."""
+    bench = Bench(((FULL, 8, None, False), (CHUNKED, 8, 32, False)))
+    bench.client.num_found = 2
+    request = bench.request(40)
+    assert bench.connector.get_num_new_matched_tokens(request, 0) == (32, True)
+    assert bench.connector.get_loaded_kv_cache_group_ids(request) == (0,)
+    bench.allocate(request, 32, [1, 2, 3, 4], [0, 0, 0, 0])
+    assert [part.group for part in bench.step(0, 0).loads[0].parts] == [0]
+
+
+def test_a_needed_block_that_is_not_there_fails_the_load():
+    """The promise is reported as failed, holds nothing, gives its lease back, and is not made again."""
+    bench = Bench(WITH_STATE)
+    bench.client.num_found = 2
+    request = bench.request(40)
+    assert bench.connector.get_num_new_matched_tokens(request, 0) == (32, True)
+    bench.allocate(request, 32, [1, 2, 3, 4], [0, 0])
+    assert bench.connector._faults == {"_allocated"}
+    bench.connector._faults.clear()
+    meta = bench.step(0, 0)
+    assert (meta.loads, meta.undone) == ([], {"r": ()})
+    assert bench.held == []
+    assert isinstance(bench.client.sent[-1], wire.Release)
+    assert bench.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_a_failed_load_is_computed_and_offered_again():
+    """Of a request whose load failed as a whole nothing is loaded any more, and all is stored that it computes."""
+    bench = Bench(WITH_WINDOW)
+    bench.client.num_found = 2
+    request = bench.request(40)
+    bench.connector.get_num_new_matched_tokens(request, 0)
+    bench.allocate(request, 32, [1, 2, 3, 4], [0, 0, 0, 0, 0, 0, 5, 6])
+    bench.step(0, 0)
+    output = SimpleNamespace(kv_connector_worker_meta=None, failed_recving={"r"})
+    bench.connector.update_connector_output(output)
+    assert bench.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    meta = bench.step(0, 32, [11, 12, 13, 14], list(range(21, 29)), is_new=True)
+    assert stored(meta) == [(0, 2, (11, 12, 13, 14)), (1, 2, (23, 24, 27, 28))]
+
+
+def test_each_group_stores_what_it_still_has():
+    """A window's chunk that was let go of is never read; the full group's is stored, and the next ones are."""
+    bench = Bench(WITH_WINDOW)
+    bench.request(64)
+    bench.client.is_late = True
+    assert stored(bench.step(0, 32, [1, 2, 3, 4], list(range(11, 19)), is_new=True)) == []
+    bench.client.is_late = False
+    meta = bench.step(32, 16, [1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 0, 0, 18, 19, 20, 21, 22])
+    assert stored(meta) == [(0, 3, (1, 2, 3, 4, 5, 6)), (1, 1, (21, 22))]
+    assert meta.stores[0].parts[0].parent == meta.stores[0].parts[1].parent == b""
+    meta = bench.step(48, 16, [1, 2, 3, 4, 5, 6, 7, 8], [0] * 12 + [23, 24, 25, 26])
+    assert stored(meta) == [(0, 1, (7, 8)), (1, 1, (25, 26))]
+    assert len(meta.stores[0].parts[0].parent) == DIGEST_NBYTES
+    assert meta.stores[0].parts[1].parent == b""
+
+
+def test_a_state_is_stored_only_as_it_is_offered():
+    """A state is read from the block that the engine names for a chunk's end, in this step, and from no table."""
+    bench = Bench(WITH_STATE)
+    bench.request(64)
+    meta = bench.step(0, 32, [1, 2, 3, 4], [0, 12], states=[(1, 42, 32)], is_new=True)
+    assert stored(meta) == [(0, 2, (1, 2, 3, 4)), (1, 1, (42,))]
+    assert bench.held == [1, 2, 3, 4, 42]
+    meta = bench.step(32, 16, [1, 2, 3, 4, 5, 6], [0, 12, 13], states=[(1, 43, 40)])
+    assert stored(meta) == [(0, 1, (5, 6))]
+    meta = bench.step(48, 16, [1, 2, 3, 4, 5, 6, 7, 8], [0, 12, 13, 14], states=[(1, 44, 48)])
+    assert stored(meta) == [(0, 1, (7, 8))]
+
+
+def test_a_drafts_last_chunk_waits_for_the_end():
+    """Layers of a draft are stored one chunk behind, and their last chunk when the request is over."""
+    bench = Bench(WITH_DRAFT)
+    request = bench.request(40)
+    tables = [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]
+    assert stored(bench.step(0, 32, *tables, is_new=True)) == [(0, 2, (1, 2, 3, 4)), (1, 1, (11, 12))]
+    assert stored(bench.step(32, 8, *tables)) == []
+    bench.connector.request_finished_all_groups(request, tables)
+    assert bench.held == [1, 2, 3, 4, 11, 12, 13, 14]
+    assert stored(bench.step(0, 0)) == [(1, 1, (13, 14))]
+
+
+def test_a_preempted_requests_blocks_are_named_no_more():
+    """What a job names is held by reference when its request loses its blocks; an end without blocks stores nothing."""
+    bench = Bench(WITH_WINDOW, held_share_max=0.06)
+    request = bench.request(64)
+    tables = [1, 2, 3, 4, 5, 6], list(range(11, 23))
+    bench.pool.touch([bench.pool.blocks[block_id] for table in tables for block_id in table])
+    assert stored(bench.step(0, 48, *tables, is_new=True)) == [(0, 1, (1, 2)), (1, 1, (13, 14))]
+    bench.pool.free_blocks([bench.pool.blocks[block_id] for table in tables for block_id in table])
+    assert [bench.pool.blocks[block_id].ref_cnt for block_id in (1, 2, 3, 13, 14, 15)] == [1, 1, 0, 1, 1, 0]
+    assert stored(bench.step(0, 0, preempted=["r"])) == []
+    bench.connector.request_finished_all_groups(request, ([], []))
+    assert stored(bench.step(0, 0)) == []
+    assert bench.held == [1, 2, 13, 14]
+
+
+def test_a_load_that_is_cut_off_is_not_stored():
+    """A request that ends while its blocks are being loaded stores nothing of them, whatever it had computed before."""
+    bench = Bench(WITH_WINDOW)
+    request = bench.request(64)
+    bench.client.is_late = True
+    bench.step(0, 48, [1, 2, 3, 4, 5, 6], list(range(11, 23)), is_new=True)
+    bench.client.is_late, bench.client.num_found = False, 1
+    bench.side._tracked["r"].lookup = None
+    assert bench.connector.get_num_new_matched_tokens(request, 0) == (16, True)
+    bench.allocate(request, 16, [31, 32], [0, 0, 33, 34])
+    bench.step(0, 0)
+    bench.connector.request_finished_all_groups(request, ([31, 32, 35, 36], [0, 0, 33, 34, 37, 38, 39, 40]))
+    assert stored(bench.step(0, 0)) == []
+
+
+def test_tables_are_followed_where_the_engine_tells_what_is_new():
+    """Before vLLM 0.29 new ids are appended, those of a new or resumed request replace what was known."""
+    bench = Bench(((FULL, 8, None, False),), is_told=False)
+    bench.request(96)
+    assert stored(bench.step(0, 16, [1, 2], is_new=True)) == [(0, 1, (1, 2))]
+    assert stored(bench.step(16, 8, [3])) == []
+    assert stored(bench.step(24, 8, [4])) == [(0, 1, (3, 4))]
+    bench.step(0, 0, preempted=["r"])
+    assert stored(bench.step(32, 16, [11, 12, 13, 14, 15, 16], is_new=True)) == [(0, 1, (15, 16))]
+    assert stored(bench.step(48, 16, [17, 18])) == [(0, 1, (17, 18))]
+
+
+def test_a_draft_tokens_kv_is_not_stored_at_the_end():
+    """The last token of a request has no KV of its own, whatever a step with draft tokens has computed in its place."""
+    bench = Bench(((FULL, 8, None, False),))
+    request = bench.request(30)
+    bench.step(0, 29, [1, 2, 3, 4], is_new=True)
+    bench.step(29, 5, [1, 2, 3, 4, 5])
+    request.all_token_ids += [5, 6]
+    bench.connector.request_finished_all_groups(request, ([1, 2, 3, 4],))
+    assert stored(bench.step(0, 0)) == []
+
+
+@pytest.mark.parametrize("groups", [WITH_WINDOW, ((WINDOW, 8, 32, False),)])
+def test_groups_whose_failures_cannot_be_told_are_refused(groups: Any, monkeypatch: pytest.MonkeyPatch):
+    """Before vLLM 0.30 only one full group is served: the sentence names the groups and the version."""
+    connector = adapter("connector")
+    connector._check_failures_can_be_told(Sort(groups, 10).engine_groups())
+    monkeypatch.setattr(connector, "_TransferResults", None)
+    with pytest.raises(connector.LayoutError, match=r"'window'\] need vLLM 0.30 or later"):
+        connector._check_failures_can_be_told(Sort(groups, 10).engine_groups())
+
+
+def test_states_that_are_not_offered_are_refused():
+    """A Mamba cache mode in which no block is named for a boundary is refused with the group and the mode."""
+    check = adapter("connector")._check_states_are_offered
+    specs = [SimpleNamespace(), SimpleNamespace(mamba_cache_mode="align"), SimpleNamespace(mamba_cache_mode="all")]
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    check(SimpleNamespace(kv_cache_groups=groups[:2]))
+    with pytest.raises(adapter("connector").LayoutError, match="group 2 has the Mamba cache mode 'all'"):
+        check(SimpleNamespace(kv_cache_groups=groups))
