@@ -195,7 +195,7 @@ class World:
         wanted = [digest(kind.space, name) for name in names]
         num_expected = self.num_servable(kind, wanted)
         needs = describe_needs(kind.needs)
-        engine.send(lambda i: wire.Lookup(i, b"".join(wanted), kind.num_shards, needs, kind.num_readers))
+        engine.send(lambda i: wire.Lookup(i, b"".join(wanted), needs))
         _, reply = engine.replies.pop()
         assert isinstance(reply, wire.LookupReply)
         assert reply.num_chunks == num_expected
@@ -207,7 +207,7 @@ class World:
         for row in kind.ways:
             held = needed(kind.needs[row.group], reply.num_chunks)
             assert {(wanted[number], row) for number in held} <= self.stored
-            unclaimed[row] = kind.num_readers if held else 0
+            unclaimed[row] = kind.needs[row.group].num_readers if held else 0
             self.num_seen["hits over a hole"] += (
                 len(held) < sum(self.is_sealed(key, row) for key in wanted) < len(wanted)
             )
@@ -368,6 +368,7 @@ class World:
                 assert (found == right).all(), "a wrong byte was called right"
                 self.num_seen["loaded"] += 1
                 self.num_seen[f"loaded {lease.kind.needs[there.row.group].kind.value}"] += 1
+                self.num_seen["loaded of uneven groups"] += lease.kind.is_uneven
 
     def bury(self) -> None:
         """Take note of those whose connections broke on an order."""
@@ -479,6 +480,7 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(part: int):
 def test_whatever_happens_to_rows_no_prefix_is_a_mix(part: int):
     """Over many seeds of several groups, shards and replicas: a lookup finds exactly what every row can go on from.
 
+    Groups may have numbers of shards and readers of their own.
     Whatever was stored late, evicted, corrupted or lost with its worker makes a hit shorter, and never wrong.
     """
     seen: Counter[str] = Counter()
@@ -487,6 +489,7 @@ def test_whatever_happens_to_rows_no_prefix_is_a_mix(part: int):
     for outcome in (
         "stored", "pool full", "no parent", "hits", "misses", "hits over a hole", "invalid_blocks", "lease_claimed",
         "loaded full", "loaded window", "loaded chunked", "loaded recurrent", "corrupt", "deaths with copies",
+        "loaded of uneven groups",
     ):  # fmt: skip
         assert seen[outcome] > 0, outcome
 

@@ -62,9 +62,14 @@ Worker = tuple[tuple[Row, Way], ...]
 """The rows of one worker; the first is of group 0."""
 
 
+def holding(*places: tuple[int, int, Way]) -> Worker:
+    """Return a worker that holds these: group, shard and way."""
+    return tuple((Row(group, shard), way) for group, shard, way in places)
+
+
 def alone(*ways: Way, shard: int = 0) -> Worker:
     """Return a worker that holds one shard of all groups."""
-    return tuple((Row(group, shard), way) for group, way in enumerate(ways))
+    return holding(*((group, shard, way) for group, way in enumerate(ways)))
 
 
 @dataclass(frozen=True)
@@ -84,18 +89,20 @@ class Kind:
 
     @property
     def needs(self) -> list[Need]:
-        """Of each of its layer groups."""
-        return [need_of(way(SHAPE).group, CHUNK_TOKENS) for row, way in sorted(self.ways.items()) if row.shard == 0]
+        """Of each of its layer groups, on as many shards as it has; a row's readers are the workers that hold it."""
+        num_holders = Counter(row for worker in self.workers for row, _ in worker)
+        needs = []
+        for group in sorted({row.group for row in self.ways}):
+            shards = [row for row in self.ways if row.group == group]
+            (num_readers,) = {num_holders[row] for row in shards}
+            laid = self.ways[Row(group, 0)](SHAPE)
+            needs.append(need_of(laid.group, CHUNK_TOKENS, num_shards=len(shards), num_readers=num_readers))
+        return needs
 
     @property
-    def num_shards(self) -> int:
-        return 1 + max(row.shard for row in self.ways)
-
-    @property
-    def num_readers(self) -> int:
-        """How many of its workers hold each row."""
-        (num,) = set(Counter(row for worker in self.workers for row, _ in worker).values())
-        return num
+    def is_uneven(self) -> bool:
+        """Say whether its groups have different numbers of shards or readers."""
+        return len({(need.num_shards, need.num_readers) for need in self.needs}) > 1
 
 
 KINDS = [
@@ -117,8 +124,19 @@ KINDS_OF_ROWS = [
     Kind("eleven", "replicas", (alone(nhd, short(nhd)), alone(hnd, short(kv_apart)))),
     Kind("twelve", "hybrid copied", (alone(nhd, chunked(nhd), short(hnd)),), frozenset({0})),
     Kind("thirteen", "windows", (alone(window(nhd), chunked(hnd)),)),
-]
-"""Engines of several groups: on one shard and on two, workers that hold two shards, rows that two workers hold."""
+    Kind("fourteen", "uneven", tuple(holding((0, rank // 2, nhd), (1, rank, recurrent(nhd))) for rank in range(4))),
+    Kind("fifteen", "uneven", tuple(
+        holding((0, rank, hnd), (1, 2 * rank, recurrent(nhd)), (1, 2 * rank + 1, recurrent(nhd))) for rank in range(2)
+    )),
+    Kind("sixteen", "uneven windows", tuple(
+        holding((0, 0, nhd), (1, rank, window(hnd)), (2, 0, chunked(nhd))) for rank in range(2)
+    )),
+]  # fmt: skip
+"""Engines of several groups: on one shard and on two, workers that hold two shards, rows that two workers hold.
+
+The last three have groups that are cut differently: two shards of heads, on two workers each, beside four of states;
+the same chunks on half of the workers; a row that is held by both workers beside one that each holds a shard of.
+"""
 
 
 def needed(need: Need, num_chunks: int) -> range:

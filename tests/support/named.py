@@ -54,7 +54,8 @@ def store(engine: SimulatedEngine, *names: str, parent: str = "") -> wire.StoreR
 
 
 def look_up(engine: SimulatedEngine, *names: str, num_shards: int = 1) -> wire.LookupReply:
-    reply = engine.call(lambda number: wire.Lookup(number, digests(*names), num_shards=num_shards))
+    needs = (wire.NeedSpec("full", num_shards=num_shards),)
+    reply = engine.call(lambda number: wire.Lookup(number, digests(*names), needs))
     assert isinstance(reply, wire.LookupReply)
     return reply
 

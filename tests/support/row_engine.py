@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -52,8 +53,8 @@ class RowEngine:
     ) -> None:  # fmt: skip
         self.rows = rows
         groups = {held.row.group: held.group for held in rows}
-        self.needs = [need_of(groups[group], CHUNK_TOKENS) for group in sorted(groups)]
-        self.num_shards = 1 + max(held.row.shard for held in rows)
+        num_shards = Counter(held.row.group for held in rows)
+        self.needs = [need_of(groups[group], CHUNK_TOKENS, num_shards=num_shards[group]) for group in sorted(groups)]
         self.maps = [ChunkMap(Laid(held.group, tuple(memory_nbytes)), held.blocks_per_chunk) for held in rows]
         self.memory = [SharedMemory(nbytes, name="kvist-rows") for nbytes in memory_nbytes]
         for memory in self.memory:
@@ -96,15 +97,15 @@ class RowEngine:
         return reply
 
     def look_up(self, names: Sequence[str], *, num_shards: int | None = None) -> wire.LookupReply:
-        """Look up what all of this engine's groups need, on all shards."""
-        shards, needs = num_shards or self.num_shards, describe_needs(self.needs)
-        reply = self.scheduler.call(lambda number: wire.Lookup(number, digests(names), shards, needs))
+        """Look up what all of this engine's groups need, on the shards that it holds, or on so many of each."""
+        needs = [replace(need, num_shards=num_shards or need.num_shards) for need in self.needs]
+        reply = self.scheduler.call(lambda number: wire.Lookup(number, digests(names), describe_needs(needs)))
         assert isinstance(reply, wire.LookupReply)
         return reply
 
-    def num_found(self, names: Sequence[str], *, num_shards: int | None = None) -> int:
+    def num_found(self, names: Sequence[str]) -> int:
         """Return how many chunks can be served; nothing stays held."""
-        found = self.look_up(names, num_shards=num_shards)
+        found = self.look_up(names)
         self.scheduler.call(lambda number: wire.Release(number, found.lease))
         return found.num_chunks
 

@@ -24,6 +24,8 @@ class Held(NamedTuple):
 
     first_chunk: int
     chunks: Sequence[Chunk]
+    num_readers: int = 1
+    """How often the row will be claimed, if there is anything to claim."""
 
     @property
     def end(self) -> int:
@@ -60,17 +62,15 @@ class LeaseTable:
         """Return how many leases hold pins, those that only wait for their copies included."""
         return len(self._leases) + self._num_lingering
 
-    def grant(
-        self, rows: Mapping[Row, Held], *, session: SessionId, engine_id: str, now: float, num_readers: int = 1
-    ) -> Lease:
-        """Pin the sealed chunks of ``rows`` until ``now + ttl_s``, or until each was read ``num_readers`` times.
+    def grant(self, rows: Mapping[Row, Held], *, session: SessionId, engine_id: str, now: float) -> Lease:
+        """Pin the sealed chunks of ``rows`` until ``now + ttl_s``, or until each row was read by all of its readers.
 
         A row that holds nothing has nothing to claim.
         """
         for held in rows.values():
             for chunk in held.chunks:
                 self._index.pin(chunk)
-        claims = {row: num_readers for row, held in rows.items() if held.chunks}
+        claims = {row: held.num_readers for row, held in rows.items() if held.chunks}
         lease = Lease(LeaseId(self._new_id()), session, engine_id, rows, now + self._ttl_s, claims)
         self._leases[lease.id] = lease
         return lease

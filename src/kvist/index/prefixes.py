@@ -18,30 +18,28 @@ from kvist.model.layout import GroupKind
 from kvist.model.rows import Row
 
 
-def find_prefix(
-    index: ChunkIndex, digests: Sequence[Digest], needs: Sequence[Need], *, num_shards: int
-) -> tuple[int, dict[Row, Held]]:
+def find_prefix(index: ChunkIndex, digests: Sequence[Digest], needs: Sequence[Need]) -> tuple[int, dict[Row, Held]]:
     """Return how many chunks can be served, and what that needs of each row."""
     whole = [group for group, need in enumerate(needs) if need.kind is GroupKind.FULL]
     parts = [group for group, need in enumerate(needs) if need.kind is not GroupKind.FULL]
     found: dict[Row, Sequence[Chunk | None]] = {}
     num_chunks = len(digests)
     for group in whole:
-        for shard in range(num_shards):
+        for shard in range(needs[group].num_shards):
             leading = index.match(chunk_keys(digests[:num_chunks], group=group, shard=shard))
             found[Row(group, shard)] = leading
             num_chunks = len(leading)
     if parts and num_chunks:
-        presence = np.empty((len(parts), num_shards, num_chunks), dtype=np.bool_)
-        for number, group in enumerate(parts):
-            for shard in range(num_shards):
+        presence = [np.empty((needs[group].num_shards, num_chunks), dtype=np.bool_) for group in parts]
+        for group, is_there in zip(parts, presence, strict=True):
+            for shard in range(needs[group].num_shards):
                 chunks = index.find_sealed(chunk_keys(digests[:num_chunks], group=group, shard=shard))
                 found[Row(group, shard)] = chunks
-                presence[number, shard] = [chunk is not None for chunk in chunks]
+                is_there[shard] = [chunk is not None for chunk in chunks]
         num_chunks = servable_chunks([needs[group] for group in parts], presence)
-    firsts = [first_needed(need, num_chunks) for need in needs]
-    return num_chunks, {row: _held(chunks, firsts[row.group], num_chunks) for row, chunks in found.items()}
+    return num_chunks, {row: _held(chunks, needs[row.group], num_chunks) for row, chunks in found.items()}
 
 
-def _held(chunks: Sequence[Chunk | None], first: int, end: int) -> Held:
-    return Held(first, [chunk for chunk in chunks[first:end] if chunk is not None])
+def _held(chunks: Sequence[Chunk | None], need: Need, end: int) -> Held:
+    first = first_needed(need, end)
+    return Held(first, [chunk for chunk in chunks[first:end] if chunk is not None], need.num_readers)

@@ -19,7 +19,7 @@ from kvist.wire import messages as wire
 _KINDS = {kind.value: kind for kind in GroupKind}
 _INT64_MAX = 2**63 - 1
 _KEYS_MAX: Final = 1 << 20
-"""Most keys in one lookup: its digests, on every group and shard."""
+"""Most keys in one lookup: its digests, times the rows of all groups."""
 
 
 def parse_digests(packed: bytes) -> list[Digest]:
@@ -42,18 +42,20 @@ def parse_needs(request: wire.Lookup, num_digests: int) -> list[Need]:
     Raises:
         Malformed: no groups, shards or readers, or too many; a need that contradicts itself.
     """
-    num_groups, num_rows = len(request.needs), request.num_shards * len(request.needs)
-    if min(request.num_shards, num_groups) < 1 or num_rows > ROWS_MAX or num_rows * num_digests > _KEYS_MAX:
-        raise Malformed(
-            f"{num_digests} digests in {num_groups} groups on {request.num_shards} shards; at most {ROWS_MAX} groups "
-            f"times shards, and {_KEYS_MAX} keys in all"
-        )
-    if not 1 <= request.num_readers <= ROWS_MAX:
-        raise Malformed(f"{request.num_readers} readers of each row; at least 1, and at most {ROWS_MAX}")
+    num_groups = len(request.needs)
+    if not 1 <= num_groups <= ROWS_MAX:
+        raise Malformed(f"{num_groups} groups; at least 1, and at most {ROWS_MAX}")
     try:
-        return [Need(_parse_kind(need.kind), need.span) for need in request.needs]
+        needs = [Need(_parse_kind(need.kind), need.span, need.num_shards, need.num_readers) for need in request.needs]
     except LayoutError as error:
         raise Malformed(str(error)) from error
+    num_rows = sum(need.num_shards for need in needs)
+    if num_rows > ROWS_MAX or num_rows * num_digests > _KEYS_MAX:
+        raise Malformed(
+            f"{num_digests} digests on the {num_rows} rows of {num_groups} groups; at most {ROWS_MAX} rows, and "
+            f"{_KEYS_MAX} keys in all"
+        )
+    return needs
 
 
 def parse_blocks(packed: bytes, held: RowMemory, num_chunks: int) -> Int64s:

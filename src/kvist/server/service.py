@@ -188,7 +188,7 @@ class CacheService:
         self._check_takes_work()
         digests = parse_digests(request.digests)
         needs = parse_needs(request, len(digests))
-        num_chunks, rows = find_prefix(self._index, digests, needs, num_shards=request.num_shards)
+        num_chunks, rows = find_prefix(self._index, digests, needs)
         self._counters["lookups"] += 1
         self._counters["chunks_asked"] += len(digests)
         self._counters["chunks_found"] += num_chunks
@@ -196,10 +196,7 @@ class CacheService:
             return wire.LookupReply(request.id, 0)
         for held in rows.values():
             self._index.touch(held.chunks)
-        lease = self._leases.grant(
-            rows, session=session.id, engine_id=session.engine_id, now=self._runtime.clock(),
-            num_readers=request.num_readers,
-        )  # fmt: skip
+        lease = self._leases.grant(rows, session=session.id, engine_id=session.engine_id, now=self._runtime.clock())
         return wire.LookupReply(request.id, num_chunks, lease.id)
 
     def _retrieve(self, session: Session, request: wire.Retrieve) -> None:

@@ -27,7 +27,7 @@ def describe_row(held: RowMemory) -> GroupSpec:
 
 def describe_needs(needs: Sequence[Need]) -> tuple[NeedSpec, ...]:
     """Return what layer groups need, by their numbers, as it travels."""
-    return tuple(NeedSpec(need.kind.value, need.span) for need in needs)
+    return tuple(NeedSpec(need.kind.value, need.span, need.num_shards, need.num_readers) for need in needs)
 
 
 def describe_memory(handles: Sequence[MemoryHandle]) -> list[MemorySpec]:

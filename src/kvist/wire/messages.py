@@ -97,18 +97,18 @@ class NeedSpec(msgspec.Struct, frozen=True):
     kind: str
     span: int | None = None
     """Chunks, for kinds that have a window."""
+    num_shards: int = 1
+    num_readers: int = 1
+    """Workers that will read each row: more than one where KV is replicated."""
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
-    """Ask how much of a prefix can be served on all shards, and hold what that needs under a lease."""
+    """Ask how much of a prefix all rows can serve, and hold what that needs under a lease."""
 
     id: int
     digests: bytes
-    num_shards: int = 1
     needs: tuple[NeedSpec, ...] = (NeedSpec("full"),)
     """Of each layer group, by its number."""
-    num_readers: int = 1
-    """Workers that will read each row: more than one where KV is replicated."""
 
 
 class Retrieve(msgspec.Struct, frozen=True, tag="retrieve"):

@@ -68,19 +68,19 @@ class Leases(RuleBasedStateMachine):
         self.known: list[Held] = []
 
     @rule(
-        num_chunks=st.lists(st.integers(0, NUM_CHUNKS), min_size=1, max_size=2),
-        num_readers=st.integers(1, 3),
+        wanted=st.lists(st.tuples(st.integers(0, NUM_CHUNKS), st.integers(1, 3)), min_size=1, max_size=2),
         session=st.integers(0, 3),
     )
-    def grant(self, num_chunks: list[int], num_readers: int, session: int) -> None:
+    def grant(self, wanted: list[tuple[int, int]], session: int) -> None:
         engine = "xy"[session // 2]
-        rows = {Row(0, shard): leases.Held(0, self.rows[shard][:num]) for shard, num in enumerate(num_chunks)}
-        lease = self.table.grant(
-            rows, session=SessionId(session), engine_id=engine, now=self.now, num_readers=num_readers
-        )
+        rows = {
+            Row(0, shard): leases.Held(0, self.rows[shard][:num_chunks], num_readers)
+            for shard, (num_chunks, num_readers) in enumerate(wanted)
+        }
+        lease = self.table.grant(rows, session=SessionId(session), engine_id=engine, now=self.now)
         assert lease.id not in {held.lease.id for held in self.known}
-        unclaimed = Counter({shard: num_readers for shard, num in enumerate(num_chunks) if num})
-        held = dict(enumerate(num_chunks))
+        unclaimed = Counter({shard: num_readers for shard, (num, num_readers) in enumerate(wanted) if num})
+        held = {shard: num_chunks for shard, (num_chunks, _) in enumerate(wanted)}
         self.known.append(Held(lease, engine, session, self.now + TTL_S, held, unclaimed))
 
     @precondition(lambda self: self.known)
@@ -231,18 +231,22 @@ def test_a_lease_lives_until_its_deadline_and_not_longer(index: ChunkIndex, tabl
 
 
 def test_each_reader_of_a_row_has_a_claim(index: ChunkIndex, table: LeaseTable):
-    """Where two workers hold one row, each reads it once; the lease ends with the second, and there is no third."""
-    row = Row(0, 0)
-    rows = {row: leases.Held(0, sealed_rows(index)[0])}
-    lease = table.grant(rows, session=SessionId(1), engine_id="x", now=0.0, num_readers=2)
-    for _ in range(2):
-        table.claim(table.find(lease.id, engine_id="x", row=row), row=row)
-    with pytest.raises(LeaseClaimed, match="group 0 on shard 0"):
-        table.find(lease.id, engine_id="x", row=row)
-    table.land(lease)
-    assert len(table) == 1
-    table.land(lease)
-    assert (len(table), index.stats().num_pinned) == (0, 0)
+    """Where two workers hold one row, each reads it once, and there is no third; a row of one reader has one claim.
+
+    The lease ends with the last of all.
+    """
+    chunks = sealed_rows(index)
+    rows = {Row(0, 0): leases.Held(0, chunks[0], num_readers=2), Row(1, 0): leases.Held(0, chunks[1], num_readers=1)}
+    lease = table.grant(rows, session=SessionId(1), engine_id="x", now=0.0)
+    for row, held in rows.items():
+        for _ in range(held.num_readers):
+            table.claim(table.find(lease.id, engine_id="x", row=row), row=row)
+        with pytest.raises(LeaseClaimed, match=str(row)):
+            table.find(lease.id, engine_id="x", row=row)
+    for num_left in (1, 1, 0):
+        table.land(lease)
+        assert len(table) == num_left
+    assert index.stats().num_pinned == 0
 
 
 def test_a_row_that_holds_nothing_is_not_waited_for(index: ChunkIndex, table: LeaseTable):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,17 +18,24 @@ from kvist.model.rows import Row
 NUM_CHUNKS = 7
 DIGESTS = [Digest(bytes([number] * 16)) for number in range(NUM_CHUNKS)]
 
-needs = st.sampled_from(
+kinds = st.sampled_from(
     [Need(GroupKind.FULL), Need(GroupKind.WINDOW, 1), Need(GroupKind.WINDOW, 3), Need(GroupKind.CHUNKED, 2),
      Need(GroupKind.RECURRENT)]
 )  # fmt: skip
+needs = st.builds(
+    lambda need, num_shards, num_readers: replace(need, num_shards=num_shards, num_readers=num_readers),
+    kinds, st.integers(1, 3), st.integers(1, 3),
+)  # fmt: skip
 
 
-@given(st.data(), st.lists(needs, min_size=1, max_size=3), st.integers(1, 2))
-def test_a_prefix_is_found_with_what_it_needs(data: st.DataObject, groups: list[Need], num_shards: int):
-    """Reserved chunks do not count, no longer prefix could be served, and each row holds its chunks in order."""
+@given(st.data(), st.lists(needs, min_size=1, max_size=3))
+def test_a_prefix_is_found_with_what_it_needs(data: st.DataObject, groups: list[Need]):
+    """Reserved chunks do not count, no longer prefix could be served, and each row holds its chunks in order.
+
+    A group's rows are those of its own shards, and each has as many readers as its group says.
+    """
     index = ChunkIndex(LeastRecentlyUsed(), lambda _offset, _nbytes: None)
-    rows = [Row(group, shard) for group in range(len(groups)) for shard in range(num_shards)]
+    rows = [Row(group, shard) for group, need in enumerate(groups) for shard in range(need.num_shards)]
     sealed: dict[Row, set[int]] = {}
     for row in rows:
         keys = chunk_keys(DIGESTS, group=row.group, shard=row.shard)
@@ -40,10 +49,12 @@ def test_a_prefix_is_found_with_what_it_needs(data: st.DataObject, groups: list[
     def needed(row: Row, num: int) -> range:
         return range(first_needed(groups[row.group], num), num)
 
-    num_chunks, held = find_prefix(index, DIGESTS, groups, num_shards=num_shards)
+    num_chunks, held = find_prefix(index, DIGESTS, groups)
     servable = [num for num in range(NUM_CHUNKS + 1) if all(sealed[row].issuperset(needed(row, num)) for row in rows)]
     assert num_chunks == max(servable)
+    assert not num_chunks or set(held) == set(rows)
     for row in rows if num_chunks else ():
+        assert held[row].num_readers == groups[row.group].num_readers
         keys = chunk_keys(DIGESTS, group=row.group, shard=row.shard)
         assert range(held[row].first_chunk, held[row].end) == needed(row, num_chunks)
         assert [chunk.key for chunk in held[row].chunks] == [keys[number] for number in needed(row, num_chunks)]

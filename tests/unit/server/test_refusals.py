@@ -125,6 +125,11 @@ def test_registering_twice_is_refused(engine: SimulatedEngine):
 
 
 NO = b"\0" * 16
+FULL = wire.NeedSpec("full")
+
+
+def a_need(**numbers: int) -> wire.NeedSpec:
+    return wire.NeedSpec("full", **numbers)
 
 
 @pytest.mark.parametrize(
@@ -132,18 +137,20 @@ NO = b"\0" * 16
     [
         (lambda n: wire.Lookup(n, b"x" * 17), "malformed", "17 bytes"),
         (lambda n: wire.Lookup(n, NO * (wire.CHUNKS_MAX + 1)), "malformed", f"{wire.CHUNKS_MAX + 1} digests"),
-        (lambda n: wire.Lookup(n, NO, num_shards=0), "malformed", "0 shards"),
+        (lambda n: wire.Lookup(n, NO, (FULL, a_need(num_shards=0))), "malformed", "on 0 shards"),
         (lambda n: wire.Lookup(n, NO, needs=()), "malformed", "0 groups"),
-        (lambda n: wire.Lookup(n, NO, num_shards=2**62), "malformed", str(2**62)),
-        (lambda n: wire.Lookup(n, NO, needs=(wire.NeedSpec("full"),) * 4097), "malformed", "4097 groups"),
-        (lambda n: wire.Lookup(n, NO, num_readers=0), "malformed", "0 readers"),
-        (lambda n: wire.Lookup(n, NO, num_readers=4097), "malformed", "4097 readers"),
+        (lambda n: wire.Lookup(n, NO, (a_need(num_shards=2**62),)), "malformed", str(2**62)),
+        (lambda n: wire.Lookup(n, NO, (a_need(num_shards=4096), FULL)), "malformed", "on the 4097 rows of 2 groups"),
+        (lambda n: wire.Lookup(n, NO, (a_need(num_shards=-1), FULL)), "malformed", "on -1 shards"),
+        (lambda n: wire.Lookup(n, NO, needs=(FULL,) * 4097), "malformed", "4097 groups"),
+        (lambda n: wire.Lookup(n, NO, (FULL, a_need(num_readers=0))), "malformed", "0 readers"),
+        (lambda n: wire.Lookup(n, NO, (a_need(num_readers=4097),)), "malformed", "4097 readers"),
         (lambda n: wire.Lookup(n, NO, needs=(wire.NeedSpec("sparse"),)), "malformed", "'sparse'"),
         (lambda n: wire.Lookup(n, NO, needs=(wire.NeedSpec("window"),)), "malformed", "a span of None chunks"),
         (lambda n: wire.Lookup(n, NO, needs=(wire.NeedSpec("full", 2),)), "malformed", "a span of 2 chunks"),
         (lambda n: wire.Store(n, NO, b"", packed([[0, 1]]), row=1), "malformed", "row 1 of 1"),
         (lambda n: wire.Store(n, NO, b"", packed([[0, 1]]), row=-1), "malformed", "row -1 of 1"),
-        (lambda n: wire.Lookup(n, NO * wire.CHUNKS_MAX, num_shards=4096), "malformed", "4096 shards"),
+        (lambda n: wire.Lookup(n, NO * wire.CHUNKS_MAX, (a_need(num_shards=4096),)), "malformed", "the 4096 rows"),
         (lambda n: wire.Store(n, NO, b"x", packed([[0, 1]])), "malformed", "1 bytes"),
         (lambda n: wire.Store(n, NO, NO * 2, packed([[0, 1]])), "malformed", "2 digests as the parent"),
         (lambda n: wire.Store(n, NO, b"", packed([[0]])), "invalid_blocks", "1 block ids for 1 chunks of 2"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kvist.model.coverage import need_of
+from kvist.model.coverage import Need, need_of
 from kvist.model.rows import Row
 from kvist.wire import messages as wire
 from kvist.wire.describing import describe_needs
@@ -53,11 +55,18 @@ def store(engine: SimulatedEngine, row: int, *names: str, parent: str = "") -> w
     return reply
 
 
+def needs_of(*ways: Way, num_shards: int = 1, num_readers: int = 1) -> list[Need]:
+    return [need_of(way(SHAPE).group, CHUNK_TOKENS, num_shards=num_shards, num_readers=num_readers) for way in ways]
+
+
 def look_up(
     engine: SimulatedEngine, *names: str, ways: tuple[Way, ...], num_shards: int = 1, num_readers: int = 1
 ) -> wire.LookupReply:
-    needs = describe_needs([need_of(way(SHAPE).group, CHUNK_TOKENS) for way in ways])
-    reply = engine.call(lambda number: wire.Lookup(number, digests(*names), num_shards, needs, num_readers))
+    return look_up_needs(engine, *names, needs=needs_of(*ways, num_shards=num_shards, num_readers=num_readers))
+
+
+def look_up_needs(engine: SimulatedEngine, *names: str, needs: list[Need]) -> wire.LookupReply:
+    reply = engine.call(lambda number: wire.Lookup(number, digests(*names), describe_needs(needs)))
     assert isinstance(reply, wire.LookupReply)
     return reply
 
@@ -173,6 +182,38 @@ def test_replicas_store_once_and_read_each(daemon: SimulatedDaemon):
         check_loads(engine, 0, found.lease, 0, *NAMES)
     assert refusal(engines[0], send_retrieve(engines[0], 0, found.lease, 0, 1))[0] == "unknown_lease"
     assert daemon.status().num_pinned == 0
+
+
+def test_groups_are_cut_and_read_each_in_their_own_way(daemon: SimulatedDaemon):
+    """Two KV heads and states on four workers: two shards with two readers each beside four shards with one.
+
+    The lookup waits for the last of the six rows, and the lease for the last of the eight readers.
+    """
+    workers = [
+        SimulatedEngine(
+            daemon, nhd(SHAPE), shard=rank // 2, more=[(Row(1, rank), recurrent(nhd)(SHAPE))],
+            chunk_tokens=CHUNK_TOKENS,
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    for worker in workers:
+        assert isinstance(answer(worker, worker.register()), wire.Registered)
+    (heads,), (states,) = needs_of(nhd, num_shards=2, num_readers=2), needs_of(recurrent(nhd), num_shards=4)
+    for rank, worker in enumerate(workers):
+        reply = store(worker, 0, *NAMES)
+        assert (reply.num_stored, reply.num_present) == ((0, 5) if rank % 2 else (5, 0))
+        assert look_up_needs(workers[0], *NAMES, needs=[heads, states]).num_chunks == 0
+        assert store(worker, 1, "c", "e").num_stored == 2
+    found = look_up_needs(workers[0], *NAMES, needs=[heads, states])
+    assert (found.num_chunks, daemon.status().num_pinned) == (5, 2 * 5 + 4)
+    for worker in workers:
+        check_loads(worker, 0, found.lease, 0, *NAMES)
+    for worker in workers:
+        assert daemon.status().num_leases == 1
+        assert refusal(worker, send_retrieve(worker, 0, found.lease, 0, 1))[0] == "lease_claimed"
+        check_loads(worker, 1, found.lease, 4, "e")
+    assert (daemon.status().num_leases, daemon.status().num_pinned) == (0, 0)
+    assert look_up_needs(workers[0], *NAMES, needs=[heads, replace(states, num_shards=5)]).num_chunks == 0
 
 
 def test_a_prefix_that_needs_nothing_of_a_row_is_not_held_up_by_it(daemon: SimulatedDaemon):

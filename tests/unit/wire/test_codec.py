@@ -57,6 +57,7 @@ def values(kind: Any) -> st.SearchStrategy:
 requests = st.one_of(*map(values, REQUESTS))
 replies = st.one_of(*map(values, REPLIES))
 A_LOOKUP = wire.Lookup(7, b"d" * 32)
+A_LOOKUP_OF_TWO = wire.Lookup(7, b"d" * 32, (wire.NeedSpec("full", None, 2, 2), wire.NeedSpec("window", 3, 4)))
 
 
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.__name__)
@@ -87,11 +88,14 @@ def test_every_reply_comes_back(kind: type[wire.Reply]):
 
 def test_a_lookup_is_these_bytes():
     """The wire is little-endian headers and msgpack maps, as another implementation would write them."""
-    needs = [{"kind": "full", "span": None}]
-    body = msgspec.msgpack.encode(
-        {"type": "lookup", "id": 7, "digests": b"d" * 32, "num_shards": 1, "needs": needs, "num_readers": 1}
-    )
-    assert encode(A_LOOKUP) == b"kv" + struct.pack("<HI", 0, len(body)) + body
+    one = {"kind": "full", "span": None, "num_shards": 1, "num_readers": 1}
+    two = [
+        {"kind": "full", "span": None, "num_shards": 2, "num_readers": 2},
+        {"kind": "window", "span": 3, "num_shards": 4, "num_readers": 1},
+    ]
+    for message, needs in ((A_LOOKUP, [one]), (A_LOOKUP_OF_TWO, two)):
+        body = msgspec.msgpack.encode({"type": "lookup", "id": 7, "digests": b"d" * 32, "needs": needs})
+        assert encode(message) == b"kv" + struct.pack("<HI", 0, len(body)) + body
 
 
 def test_a_registration_is_these_bytes():

@@ -237,9 +237,8 @@ class SchedulerSide:
         self._forget_lookup(tracked)
         if num_chunks:
             digests = tracked.packed(0, num_chunks)
-            pending = self._client.submit(
-                lambda number: wire.Lookup(number, digests, num_shards=self._engine.num_workers)
-            )
+            needs = (wire.NeedSpec("full", num_shards=self._engine.num_workers),)
+            pending = self._client.submit(lambda number: wire.Lookup(number, digests, needs))
             tracked.lookup = Lookup(num_chunks, pending)
 
     def _is_remembered(self, lookup: Lookup, num_chunks: int) -> bool:
