@@ -482,6 +482,7 @@ def test_whatever_happens_bytes_are_right_and_nothing_is_left(part: int):
 def test_whatever_happens_to_rows_no_prefix_is_a_mix(part: int):
     """Over many seeds of groups with shards and readers of their own: a lookup finds what every row can go on from.
 
+    Groups may have numbers of shards and readers of their own.
     Whatever was stored late, evicted, corrupted or lost with its worker makes a hit shorter, and never wrong.
     """
     seen: Counter[str] = Counter()

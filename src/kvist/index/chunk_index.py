@@ -34,13 +34,14 @@ class Chunk:
 
     __slots__ = (
         "checksum", "first_child", "is_queued", "key", "last_used", "nbytes", "next_sibling", "num_hits", "parent",
-        "pins", "previous_sibling", "slot_offset", "state",
+        "pins", "previous_sibling", "slot_nbytes", "slot_offset", "state",
     )  # fmt: skip
 
-    def __init__(self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int) -> None:
+    def __init__(self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int, slot_nbytes: int) -> None:
         self.key = key
         self.slot_offset = slot_offset
         self.nbytes = nbytes
+        self.slot_nbytes = slot_nbytes
         self.state = ChunkState.RESERVED
         self.checksum = b""
         self.pins = 0
@@ -77,7 +78,7 @@ class ChunkIndex:
     """Maps keys to slots, and decides what may be evicted. The daemon's loop is its only caller."""
 
     def __init__(self, policy: EvictionPolicy, free_slot: Callable[[int, int], None]) -> None:
-        """Begin empty; ``free_slot(slot_offset, nbytes)`` takes slots back."""
+        """Begin empty; ``free_slot(slot_offset, slot_nbytes)`` takes slots back."""
         self._policy = policy
         self._free_slot = free_slot
         self._chunks: dict[ChunkKey, Chunk] = {}
@@ -116,11 +117,16 @@ class ChunkIndex:
             chunk.last_used = self._clock
             chunk.num_hits += 1
 
-    def reserve(self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int) -> Chunk:
-        """Announce that ``key`` is being written into a slot; it hangs below ``parent`` from now on."""
+    def reserve(
+        self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int, slot_nbytes: int = 0
+    ) -> Chunk:
+        """Announce that ``key`` is being written into a slot; it hangs below ``parent`` from now on.
+
+        The slot is as large as the chunk, or of ``slot_nbytes``.
+        """
         assert key not in self._chunks
         assert parent is None or parent.state is not ChunkState.DROPPED
-        chunk = Chunk(key, parent, slot_offset, nbytes)
+        chunk = Chunk(key, parent, slot_offset, nbytes, slot_nbytes or nbytes)
         self._clock += 1
         chunk.last_used = self._clock
         self._chunks[key] = chunk
@@ -155,7 +161,7 @@ class ChunkIndex:
         self._num_reserved -= 1
         parent = chunk.parent
         self._remove(chunk)
-        self._free_slot(chunk.slot_offset, chunk.nbytes)
+        self._free_slot(chunk.slot_offset, chunk.slot_nbytes)
         self._offer(parent)
 
     def pin(self, chunk: Chunk) -> None:
@@ -192,7 +198,7 @@ class ChunkIndex:
             if is_held:
                 self._num_doomed += 1
             else:
-                self._free_slot(node.slot_offset, node.nbytes)
+                self._free_slot(node.slot_offset, node.slot_nbytes)
         self._offer(parent)
 
     def evict(self) -> int | None:
@@ -208,9 +214,9 @@ class ChunkIndex:
             parent = chunk.parent
             self._remove(chunk)
             self._num_evicted += 1
-            self._free_slot(chunk.slot_offset, chunk.nbytes)
+            self._free_slot(chunk.slot_offset, chunk.slot_nbytes)
             self._offer(parent)
-            return chunk.nbytes
+            return chunk.slot_nbytes
         return None
 
     def stats(self) -> IndexStats:
@@ -245,7 +251,7 @@ class ChunkIndex:
 
     def _settle(self, chunk: Chunk) -> None:
         self._num_doomed -= 1
-        self._free_slot(chunk.slot_offset, chunk.nbytes)
+        self._free_slot(chunk.slot_offset, chunk.slot_nbytes)
 
     def _remove(self, chunk: Chunk) -> None:
         """Unlink a chunk that has no children left."""

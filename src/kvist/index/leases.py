@@ -25,12 +25,19 @@ class Held(NamedTuple):
     first_chunk: int
     chunks: Sequence[Chunk]
     num_readers: int = 1
-    """How often the row will be claimed, if there is anything to claim."""
+    has_tail: bool = False
+    """The last chunk is a tail, which its readers claim apart from the others."""
 
     @property
     def end(self) -> int:
         """Number of the chunk behind the last."""
         return self.first_chunk + len(self.chunks)
+
+    @property
+    def num_claims(self) -> int:
+        """How often the row will be claimed."""
+        has_whole = len(self.chunks) > self.has_tail
+        return self.num_readers * (has_whole + self.has_tail)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +50,7 @@ class Lease:
     rows: Mapping[Row, Held]
     deadline: float
     claims_left: dict[Row, int]
-    """Readers that each row still waits for, none of which is 0."""
+    """How many claims on each row are still to come, none of which is 0."""
     num_reading: int = 0
     is_over: bool = field(default=False)
 
@@ -70,7 +77,7 @@ class LeaseTable:
         for held in rows.values():
             for chunk in held.chunks:
                 self._index.pin(chunk)
-        claims = {row: held.num_readers for row, held in rows.items() if held.chunks}
+        claims = {row: held.num_claims for row, held in rows.items() if held.chunks}
         lease = Lease(LeaseId(self._new_id()), session, engine_id, rows, now + self._ttl_s, claims)
         self._leases[lease.id] = lease
         return lease

@@ -40,6 +40,22 @@ def find_prefix(index: ChunkIndex, digests: Sequence[Digest], needs: Sequence[Ne
     return num_chunks, {row: _held(chunks, needs[row.group], num_chunks) for row, chunks in found.items()}
 
 
+def add_tail(index: ChunkIndex, rows: dict[Row, Held], tails: Sequence[Digest]) -> int:
+    """Let ``rows`` hold the longest of some tails that all of them have; return which one, from 1, or 0 for none."""
+    for number in range(len(tails), 0, -1):
+        found = {}
+        for row in rows:
+            chunks = index.match(chunk_keys(tails[number - 1 : number], group=row.group, shard=row.shard))
+            if not chunks:
+                break
+            found[row] = chunks
+        else:
+            for row, held in rows.items():
+                rows[row] = Held(held.first_chunk, [*held.chunks, *found[row]], held.num_readers, has_tail=True)
+            return number
+    return 0
+
+
 def _held(chunks: Sequence[Chunk | None], need: Need, end: int) -> Held:
     first = first_needed(need, end)
     return Held(first, [chunk for chunk in chunks[first:end] if chunk is not None], need.num_readers)

@@ -132,12 +132,28 @@ def chain_digests(
         hasher.update(raw[at : at + width])
         first = start + at // 4
         for item in media:
-            if item.start < first + chunk_tokens and item.start + item.num_tokens > first:
-                place = (item.start - first).to_bytes(8, "big", signed=True) + item.num_tokens.to_bytes(8, "big")
-                hasher.update(_text("media", item.identifier) + place)
+            hasher.update(_place(item, first, chunk_tokens))
         link = hasher.digest()[:DIGEST_NBYTES]
         chain += link
     return bytes(chain)
+
+
+def tail_digests(
+    parent: Digest, tokens: Tokens, block_tokens: int, *, start: int = 0, media: Sequence[MediaItem] = ()
+) -> bytes:
+    """Hash the first block of ``tokens`` onto ``parent``, then the first two, and so on: the tails that may follow it.
+
+    ``tokens[0]`` stands at position ``start``, and ``parent`` is the digest of all before it. A tail is no chunk and no
+    link of the chain, so its digest is marked, with its length. Returns the digests as ``chain_digests`` does.
+    """
+    assert block_tokens > 0
+    tails = bytearray()
+    for num_tokens in range(block_tokens, len(tokens) + 1, block_tokens):
+        hasher = hashlib.sha256(parent + _text("tail", str(num_tokens)) + tokens[:num_tokens].tobytes())
+        for item in media:
+            hasher.update(_place(item, start, num_tokens))
+        tails += hasher.digest()[:DIGEST_NBYTES]
+    return bytes(tails)
 
 
 def split_digests(chain: bytes) -> list[Digest]:
@@ -155,6 +171,14 @@ def chunk_keys(digests: Sequence[Digest], *, group: int, shard: int) -> list[Chu
     """Return the address of one layer group's bytes on one shard, for each digest."""
     suffix = group.to_bytes(2, "big") + shard.to_bytes(2, "big")
     return [ChunkKey(digest + suffix) for digest in digests]
+
+
+def _place(item: MediaItem, start: int, num_tokens: int) -> bytes:
+    """Return what an item says about the tokens from ``start`` on; nothing if it stands elsewhere."""
+    if item.start >= start + num_tokens or item.start + item.num_tokens <= start:
+        return b""
+    place = (item.start - start).to_bytes(8, "big", signed=True) + item.num_tokens.to_bytes(8, "big")
+    return _text("media", item.identifier) + place
 
 
 def _text(name: str, value: str) -> bytes:

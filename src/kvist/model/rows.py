@@ -7,11 +7,11 @@ alone, or the same row as another worker where KV is replicated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from kvist.errors import LayoutError
-from kvist.model.layout import LayerGroup
+from kvist.model.layout import GroupKind, LayerGroup
 
 ROWS_MAX: Final = 4096
 """Most rows of one prefix; groups and shards are numbered below it."""
@@ -43,6 +43,21 @@ class RowMemory:
             raise LayoutError(f"{self.row}; both numbers lie in [0, {ROWS_MAX})")
         if self.blocks_per_chunk < 1:
             raise LayoutError(f"{self.blocks_per_chunk} blocks in a chunk of group {self.row.group}")
+
+    def tail(self, num_blocks: int) -> RowMemory:
+        """Return the row as it is for tails of so many blocks; itself for 0.
+
+        Raises:
+            LayoutError: this row has no such tails.
+        """
+        if not num_blocks:
+            return self
+        if self.group.kind is not GroupKind.FULL or not 0 < num_blocks < self.blocks_per_chunk:
+            raise LayoutError(
+                f"a tail of {num_blocks} blocks in a row of kind {self.group.kind.value!r}, whose chunks have "
+                f"{self.blocks_per_chunk}; only rows of kind 'full' have tails, which are shorter than chunks"
+            )
+        return replace(self, blocks_per_chunk=num_blocks)
 
     @property
     def chunk_nbytes(self) -> int:

@@ -18,6 +18,7 @@ from kvist.wire import messages as wire
 
 _KINDS = {kind.value: kind for kind in GroupKind}
 _INT64_MAX = 2**63 - 1
+_TAILS_MAX: Final = 256
 _KEYS_MAX: Final = 1 << 20
 """Most keys in one lookup: its digests, times the rows of all groups."""
 
@@ -56,6 +57,32 @@ def parse_needs(request: wire.Lookup, num_digests: int) -> list[Need]:
             f"{_KEYS_MAX} keys in all"
         )
     return needs
+
+
+def parse_tails(request: wire.Lookup, needs: Sequence[Need]) -> list[Digest]:
+    """Read the tails that a lookup asks for.
+
+    Raises:
+        Malformed: no whole number of them, or too many, or some group needs no whole prefixes.
+    """
+    tails = parse_digests(request.tails)
+    if tails and any(need.kind is not GroupKind.FULL for need in needs):
+        raise Malformed(f"{len(tails)} tails behind groups of kinds {[need.kind.value for need in needs]}")
+    if len(tails) > _TAILS_MAX:
+        raise Malformed(f"{len(tails)} tails; at most {_TAILS_MAX}")
+    return tails
+
+
+def parse_tail(held: RowMemory, num_blocks: int) -> RowMemory:
+    """Return the row as a request for a tail of so many blocks means it.
+
+    Raises:
+        Malformed: it has no such tails.
+    """
+    try:
+        return held.tail(num_blocks)
+    except LayoutError as error:
+        raise Malformed(str(error)) from error
 
 
 def parse_blocks(packed: bytes, held: RowMemory, num_chunks: int, *, num_skipped_blocks: int = 0) -> Int64s:

@@ -35,8 +35,14 @@ class Reserver:
         self._index = index
         self._slots = slots
 
-    def reserve(self, held: RowMemory, parent_digests: Sequence[Digest], digests: Sequence[Digest]) -> Reservation:
-        """Reserve a slot for every chunk that is not there yet, evicting as needed, until one cannot be had."""
+    def reserve(
+        self, held: RowMemory, parent_digests: Sequence[Digest], digests: Sequence[Digest], *, slot_nbytes: int
+    ) -> Reservation:
+        """Reserve a slot for every chunk that is not there yet, evicting as needed, until one cannot be had.
+
+        ``slot_nbytes`` is the size of the row's slots, also for its tails: with slots of their own sizes, these would
+        cut the pool up.
+        """
         is_chained, chunk_nbytes = held.group.kind is GroupKind.FULL, held.chunk_nbytes
         parent_keys = chunk_keys(parent_digests, group=held.row.group, shard=held.row.shard)
         parent = self._index.get(parent_keys[0]) if parent_keys else None
@@ -49,10 +55,10 @@ class Reserver:
             if chunk is not None:
                 num_present += 1
             else:
-                slot_offset = self._allocate(chunk_nbytes, below=parent)
+                slot_offset = self._allocate(slot_nbytes, below=parent)
                 if slot_offset is None:
                     return Reservation(reserved, num_present, len(digests) - number, "pool full")
-                chunk = self._index.reserve(key, parent, slot_offset, chunk_nbytes)
+                chunk = self._index.reserve(key, parent, slot_offset, chunk_nbytes, slot_nbytes)
                 reserved.append((number, chunk))
             parent = chunk if is_chained else None
         return Reservation(reserved, num_present, 0, "")

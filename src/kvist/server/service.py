@@ -22,11 +22,11 @@ from kvist.errors import Draining, InvalidBlocks, LayoutRefused, Malformed, NotR
 from kvist.index.chunk_index import Chunk, ChunkIndex
 from kvist.index.eviction import EvictionPolicy
 from kvist.index.leases import Lease, LeaseId, LeaseTable, SessionId
-from kvist.index.prefixes import find_prefix
+from kvist.index.prefixes import add_tail, find_prefix
 from kvist.model.layout import GroupKind
 from kvist.model.rows import RowMemory
 from kvist.model.transfer import CHECKSUM_NBYTES, Direction
-from kvist.server.parsing import parse_blocks, parse_digests, parse_needs
+from kvist.server.parsing import parse_blocks, parse_digests, parse_needs, parse_tail, parse_tails
 from kvist.server.registering import Registrar
 from kvist.server.reserving import Reserver
 from kvist.server.runtime import Runtime
@@ -188,21 +188,23 @@ class CacheService:
         self._check_takes_work()
         digests = parse_digests(request.digests)
         needs = parse_needs(request, len(digests))
+        tails = parse_tails(request, needs)
         num_chunks, rows = find_prefix(self._index, digests, needs)
+        tail = add_tail(self._index, rows, tails) if num_chunks == len(digests) else 0
         self._counters["lookups"] += 1
         self._counters["chunks_asked"] += len(digests)
         self._counters["chunks_found"] += num_chunks
-        if not num_chunks:
+        if not num_chunks and not tail:
             return wire.LookupReply(request.id, 0)
         for held in rows.values():
             self._index.touch(held.chunks)
         lease = self._leases.grant(rows, session=session.id, engine_id=session.engine_id, now=self._runtime.clock())
-        return wire.LookupReply(request.id, num_chunks, lease.id)
+        return wire.LookupReply(request.id, num_chunks, lease.id, tail)
 
     def _retrieve(self, session: Session, request: wire.Retrieve) -> None:
         self._check_takes_work()
         registration = _registered(session)
-        held = registration.row(request.row)
+        held = parse_tail(registration.row(request.row), request.tail_blocks)
         lease = self._leases.find(LeaseId(request.lease), engine_id=session.engine_id, row=held.row)
         num_chunks = len(request.block_ids) // (4 * held.blocks_per_chunk)
         block_ids = parse_blocks(request.block_ids, held, num_chunks, num_skipped_blocks=request.num_skipped_blocks)
@@ -243,15 +245,18 @@ class CacheService:
     def _store(self, session: Session, request: wire.Store) -> wire.StoreReply | None:
         self._check_takes_work()
         registration = _registered(session)
-        held = registration.row(request.row)
+        whole = registration.row(request.row)
+        held = parse_tail(whole, request.tail_blocks)
         digests = parse_digests(request.digests)
+        if request.tail_blocks and len(digests) != 1:
+            raise Malformed(f"{len(digests)} digests of one tail")
         block_ids = parse_blocks(request.block_ids, held, len(digests))
         parent_digests = parse_digests(request.parent)
         if len(parent_digests) > (held.group.kind is GroupKind.FULL):
             raise Malformed(f"{len(parent_digests)} digests as the parent in a row of kind {held.group.kind.value!r}")
         fence = _fence(registration, is_fenced=request.is_fenced)
         _check_takes_copy(registration, Direction.GATHER, request.id)
-        found = self._reserver.reserve(held, parent_digests, digests)
+        found = self._reserver.reserve(held, parent_digests, digests, slot_nbytes=whole.chunk_nbytes)
         reply = wire.StoreReply(request.id, len(found.reserved), found.num_present, found.num_refused, found.reason)
         if not found.reserved:
             self._count_stored(reply, held.chunk_nbytes)

@@ -109,6 +109,8 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     digests: bytes
     needs: tuple[NeedSpec, ...] = (NeedSpec("full"),)
     """Of each layer group, by its number."""
+    tails: bytes = b""
+    """Digests of the tails that may follow the last of ``digests``, shortest first. Only if all needs are ``full``."""
 
 
 class Retrieve(msgspec.Struct, frozen=True, tag="retrieve"):
@@ -127,6 +129,8 @@ class Retrieve(msgspec.Struct, frozen=True, tag="retrieve"):
     """The blocks may be written only after the registered event, which was recorded before this was sent."""
     row: int = 0
     """Which of the registered rows."""
+    tail_blocks: int = 0
+    """Blocks of the lease's tail, which is then the only chunk of this request; 0 where chunks are whole."""
 
 
 class Store(msgspec.Struct, frozen=True, tag="store"):
@@ -142,6 +146,8 @@ class Store(msgspec.Struct, frozen=True, tag="store"):
     """The blocks hold their bytes only after the registered event, which was recorded before this was sent."""
     row: int = 0
     """Which of the registered rows."""
+    tail_blocks: int = 0
+    """Blocks of a tail, which is then the only chunk of this request; 0 where chunks are whole."""
 
 
 class CopyDone(msgspec.Struct, frozen=True, tag="copy_done"):
@@ -232,6 +238,8 @@ class LookupReply(msgspec.Struct, frozen=True, tag="lookup_reply"):
     id: int
     num_chunks: int
     lease: bytes = b""
+    tail: int = 0
+    """Which of the tails is held besides, as chunk ``num_chunks`` of each row; counted from 1, and 0 for none."""
 
 
 class RetrieveReply(msgspec.Struct, frozen=True, tag="retrieve_reply"):
