@@ -15,7 +15,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvist.model.coverage import first_needed, need_of
-from kvist.model.keys import Namespace, as_tokens, chain_digests, root_digest, split_digests
+from kvist.model.keys import (
+    DIGEST_NBYTES,
+    Digest,
+    Namespace,
+    as_tokens,
+    chain_digests,
+    root_digest,
+    split_digests,
+    tail_digests,
+)
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
 from kvist.model.rows import Row, RowMemory, row_memory
 from kvist.wire import messages as wire
@@ -165,13 +174,15 @@ class Engine:
         assert held.issuperset(ids), "a block is named without a reference"
         assert 0 not in ids
         if isinstance(request, wire.Store):
-            size = group.stored_blocks_per_chunk
+            size = request.tail_blocks or group.stored_blocks_per_chunk
             for number, digest in enumerate(split_digests(request.digests)):
                 tokens = self.prefixes[digest]
                 for at, block_id in enumerate(ids[number * size : (number + 1) * size]):
                     end = len(tokens) - (size - 1 - at) * group.block_tokens
                     assert self.holds(block_id, group, tokens[:end]), f"{group} {end} of {len(tokens)}"
-            self.seen[f"stored {group.kind.value}"] += len(ids) // size
+            self.seen["stored a tail" if request.tail_blocks else f"stored {group.kind.value}"] += len(ids) // size
+        else:
+            self.seen["asked for a tail"] += bool(request.tail_blocks)
 
     def _block_taken(self, block_id: int) -> None:
         """Fill a block that changes hands; nobody may have it in mind any more."""
@@ -456,7 +467,11 @@ class Engine:
             request = next(one for one in self.waiting if one.request_id == job.request_id)
             num_local, total, loaded = self._promised[job.request_id]
             num_chunks = total // CHUNK_TOKENS
-            assert tuple(part.group for part in job.parts) == loaded
+            whole = [part for part in job.parts if not part.is_tail]
+            assert tuple(part.group for part in whole) == loaded
+            behind = request.tables[0].ids[num_chunks * self.groups[0].blocks_per_chunk :]
+            tail = behind[: total % CHUNK_TOKENS // self.groups[0].block_tokens]
+            assert [part.block_ids for part in job.parts if part.is_tail] == ([tuple(tail)] if tail else [])
             for table in request.tables:
                 group, size = table.group, table.group.block_tokens
                 expected = {
@@ -465,11 +480,9 @@ class Engine:
                     for at in range((chunk + 1) * group.blocks_per_chunk)[-group.stored_blocks_per_chunk :]
                     if at * size >= num_local and table.ids[at]
                 }
-                written = [
-                    part.block_ids[part.num_skipped_blocks :] for part in job.parts if part.group == group.number
-                ]
+                written = [part.block_ids[part.num_skipped_blocks :] for part in whole if part.group == group.number]
                 assert {block_id for block_ids in written for block_id in block_ids} == expected
-                skipped = [part.num_skipped_blocks for part in job.parts if part.group == group.number]
+                skipped = [part.num_skipped_blocks for part in whole if part.group == group.number]
                 self.seen["skipped"] += any(skipped)
 
     def _learn_prefixes(self, request: Request) -> None:
@@ -478,6 +491,10 @@ class Engine:
         packed = chain_digests(self._root, as_tokens(tokens[: num_chunks * CHUNK_TOKENS]), CHUNK_TOKENS)
         for chunk, digest in enumerate(split_digests(bytes(packed))):
             self.prefixes[digest] = tuple(tokens[: (chunk + 1) * CHUNK_TOKENS])
+        start, parent = num_chunks * CHUNK_TOKENS, Digest(bytes(packed)[-DIGEST_NBYTES:] or self._root)
+        tails = tail_digests(parent, as_tokens(tokens[start:]), self.groups[0].block_tokens, start=start)
+        for number, digest in enumerate(split_digests(tails), 1):
+            self.prefixes[digest] = tuple(tokens[: start + number * self.groups[0].block_tokens])
 
     def check_idle(self) -> None:
         """Nothing is held any more, by anybody."""

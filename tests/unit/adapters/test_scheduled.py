@@ -83,3 +83,5 @@ def test_right_bytes_whatever_happens(name: str):
     assert min(seen[what] for what in ("answered", "loaded", "preempted")) > 0, seen
     kinds = {kind.value for kind, *_ in SORTS[name].groups}
     assert all(seen[f"stored {kind}"] for kind in kinds), seen
+    has_tails = SORTS[name].groups == ((FULL, 4, None, False),)
+    assert (seen["stored a tail"] > 0, seen["asked for a tail"] > 0) == (has_tails, has_tails), seen

@@ -24,6 +24,7 @@ class Finder:
 
     def __init__(self) -> None:
         self.num_found = 0
+        self.tail_found = 0
         self.sent: list[wire.Request] = []
         self.is_connected, self.is_late, self.welcome = True, False, None
 
@@ -31,7 +32,9 @@ class Finder:
         request = build(len(self.sent) + 1)
         self.sent.append(request)
         found = min(self.num_found, len(getattr(request, "digests", b"")) // DIGEST_NBYTES)
-        return Pending(request.id, 0.0, wire.LookupReply(request.id, found, b"lease" if found else b""))
+        return Pending(
+            request.id, 0.0, wire.LookupReply(request.id, found, b"lease" if found else b"", self.tail_found)
+        )  # fmt: skip
 
     def poll(self, timeout_s: float = 0.0) -> None: ...
 
@@ -107,8 +110,7 @@ def test_a_lookup_tells_needs_shards_and_readers():
     bench = Bench(WITH_WINDOW)
     bench.request(40)
     (lookup,) = bench.client.sent
-    assert (lookup.num_shards, lookup.num_readers) == (2, 3)
-    assert lookup.needs == (wire.NeedSpec("full"), wire.NeedSpec("window", 1))
+    assert lookup.needs == (wire.NeedSpec("full", None, 2, 3), wire.NeedSpec("window", 1, 2, 3))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,70 @@ def test_a_load_is_held_and_names_its_groups():
     assert bench.held == [1, 2, 3, 4, 5, 6]
     bench.side.take_reports({load.id: 1})
     assert bench.held == []
+
+
+ALONE = ((FULL, 4, None, False),)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_tails"), [(64, 0), (67, 0), (68, 1), (79, 3), (63, 0)])
+def test_what_lies_behind_the_last_whole_chunk_is_asked_for_in_blocks(num_tokens: int, num_tails: int):
+    """A prompt of four chunks or more asks for each number of whole blocks that may follow them."""
+    bench = Bench(ALONE)
+    bench.request(num_tokens)
+    (lookup,) = bench.client.sent
+    assert (len(lookup.digests), len(lookup.tails)) == (num_tokens // 16 * DIGEST_NBYTES, num_tails * DIGEST_NBYTES)
+
+
+def test_a_tail_is_loaded_behind_its_chunks():
+    """A hit goes to the end of the tail, whose blocks are loaded as a part of their own, and held."""
+    bench = Bench(ALONE)
+    bench.client.num_found, bench.client.tail_found = 4, 2
+    request = bench.request(79)
+    assert bench.connector.get_num_new_matched_tokens(request, 16) == (72 - 16, True)
+    bench.allocate(request, 56, list(range(1, 21)))
+    (load,) = bench.step(0, 0).loads
+    assert [(part.first_chunk, part.block_ids, part.is_tail) for part in load.parts] == [
+        (1, tuple(range(5, 17)), False), (4, (17, 18), True)
+    ]  # fmt: skip
+    assert bench.held == list(range(5, 19))
+
+
+def test_a_tail_alone_is_not_loaded():
+    """Where the engine has all whole chunks, what a tail would add is computed sooner."""
+    bench = Bench(ALONE)
+    bench.client.num_found, bench.client.tail_found = 4, 3
+    assert bench.connector.get_num_new_matched_tokens(bench.request(79), 64) == (0, False)
+
+
+@pytest.mark.parametrize("groups", [WITH_WINDOW, WITH_STATE, WITH_DRAFT])
+def test_sequences_of_several_groups_have_no_tails(groups: Any):
+    """Only where one full group is all that there is, a tail is what its tokens say."""
+    bench = Bench(groups)
+    bench.request(79)
+    assert bench.client.sent[0].tails == b""
+
+
+@pytest.mark.parametrize("num_tokens", [78, 79])
+def test_a_finished_request_leaves_its_tail(num_tokens: int):
+    """What was computed in whole blocks behind the last whole chunk is stored when the request ends, below that chunk.
+
+    The token that was sampled last has no KV. Who asks for the same tokens asks for that very tail.
+    """
+    bench = Bench(ALONE)
+    request = bench.request(num_tokens)
+    table = list(range(1, 21))
+    assert stored(bench.step(0, num_tokens, table, is_new=True)) == [(0, 4, tuple(range(1, 17)))]
+    request.all_token_ids.append(num_tokens)
+    bench.connector.request_finished_all_groups(request, (table,))
+    (job,) = bench.step(0, 0).stores
+    (part,) = job.parts
+    assert (part.block_ids, part.is_tail, len(part.parent)) == (
+        tuple(range(17, 17 + (num_tokens - 64) // 4)), True, DIGEST_NBYTES
+    )  # fmt: skip
+    lookup = bench.client.sent[0]
+    assert part.parent == lookup.digests[-DIGEST_NBYTES:]
+    assert part.digests == lookup.tails[-DIGEST_NBYTES:]
+    assert bench.held == list(range(1, 17 + (num_tokens - 64) // 4))
 
 
 def test_a_group_that_needs_nothing_is_not_loaded():

@@ -56,6 +56,20 @@ def plan_load(
     return LoadPart(group.number, first + passed_over, tuple(block_ids[passed_over * num_stored :]), num_skipped)
 
 
+def plan_tail_load(group: EngineGroup, tables: Sequence[Sequence[int]], num_chunks: int, num_tokens: int) -> LoadPart:
+    """Return what is to be loaded of a prefix's tail of ``num_tokens`` behind its ``num_chunks``.
+
+    Raises:
+        InvalidBlocks: a block of it is not there.
+    """
+    num_blocks, rest = divmod(num_tokens, group.block_tokens)
+    first = num_chunks * group.blocks_per_chunk
+    block_ids = tuple(tables[group.number][first : first + num_blocks])
+    if rest or len(block_ids) < num_blocks or NULL_BLOCK in block_ids:
+        raise InvalidBlocks(f"{block_ids} are not the {num_blocks} blocks of a tail of {num_tokens} tokens")
+    return LoadPart(group.number, num_chunks, block_ids, 0, is_tail=True)
+
+
 def stored_blocks(group: EngineGroup, table: Sequence[int], chunk: int) -> list[int] | None:
     """Return the blocks of a chunk that are kept; None if one of them is not there."""
     end = (chunk + 1) * group.blocks_per_chunk

@@ -18,6 +18,8 @@ class LoadPart:
     """The stored ones of whole chunks, from ``first_chunk`` on."""
     num_skipped_blocks: int
     """Leading ones that must not be written: the engine has them already, or does not have them at all."""
+    is_tail: bool = False
+    """These are the blocks of the prefix's tail, behind its whole chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class LoadJob:
     request_id: str
     lease: bytes
     parts: tuple[LoadPart, ...]
-    """At most one for each group, and none for a group that needs nothing."""
+    """At most one for each group, none for a group that needs nothing, and at most one tail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class StorePart:
     """Of the first; empty where chunks stand alone, and at a prompt's start."""
     block_ids: tuple[int, ...]
     """The stored ones of each chunk."""
+    is_tail: bool = False
+    """This is what the request leaves behind its last whole chunk."""
 
 
 @dataclass(frozen=True, slots=True)

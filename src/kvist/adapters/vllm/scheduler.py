@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvist.adapters.vllm import layout
-from kvist.adapters.vllm.blocks import first_loaded, plan_load, stored_blocks
+from kvist.adapters.vllm.blocks import first_loaded, plan_load, plan_tail_load, stored_blocks
 from kvist.adapters.vllm.groups import EngineGroup
 from kvist.adapters.vllm.metadata import LoadJob, StoreJob, StorePart
 from kvist.adapters.vllm.options import Options, parse_request_options
 from kvist.adapters.vllm.tracking import Lookup, Tracked
 from kvist.client.client import Client, Pending
 from kvist.errors import ConfigError, KeyInvalid
-from kvist.model.keys import Digest, MediaItem, Namespace, root_digest, split_digests
+from kvist.model.keys import DIGEST_NBYTES, Digest, MediaItem, Namespace, root_digest, split_digests
 from kvist.model.layout import GroupKind
 from kvist.wire import messages as wire
 from kvist.wire.describing import describe_needs
@@ -36,6 +36,8 @@ _ANSWER_WAIT_S: Final = 0.003
 """Several times what the daemon needs for a lookup; longer would be felt by the running batch."""
 _LEASE_MARGIN: Final = 0.5
 """Part of a lease's life for which a remembered lookup is trusted."""
+_TAIL_BEHIND_MIN: Final = 4
+"""Whole chunks that a sequence must have for its tail to be kept: a tail takes the room of one."""
 _STEPPING_S: Final = 2.0
 """How long an idle engine is kept stepping for a job's end."""
 
@@ -103,6 +105,9 @@ class SchedulerSide:
                 for group in engine.groups
             ]
         )
+        has_tails = len(engine.groups) == 1 and engine.groups[0].kind is GroupKind.FULL
+        self._tail_block_tokens = engine.groups[0].block_tokens if has_tails and not engine.groups[0].is_draft else 0
+        """0: sequences of this engine have no tails."""
         self._clock = clock
         self._pool: Any = None
         self._roots: dict[tuple[str, str], Digest] = {}
@@ -143,9 +148,9 @@ class SchedulerSide:
                 return None
             self._forget_lookup(tracked)
             return 0
-        num_chunks = lookup.reply.num_chunks if lookup.reply else 0
+        num_chunks, tail = (lookup.reply.num_chunks, lookup.reply.tail) if lookup.reply else (0, 0)
         tracked.note_found(num_chunks)
-        num_hit_tokens = num_chunks * self._chunk_tokens - num_local_tokens
+        num_hit_tokens = num_chunks * self._chunk_tokens + tail * self._tail_block_tokens - num_local_tokens
         if num_hit_tokens < self._chunk_tokens:
             return 0  # Computed sooner than loaded: a load takes a step or two, however small it is.
         needed = tracked.digest(num_local_tokens // self._chunk_tokens)
@@ -302,16 +307,25 @@ class SchedulerSide:
         num_chunks = tracked.num_whole_chunks()
         if self._engine.needs_last_token:
             num_chunks = min(num_chunks, (int(tracked.request.num_tokens) - 1) // self._chunk_tokens)
-        if tracked.lookup is not None and self._is_remembered(tracked.lookup, num_chunks):
+        num_tails = self._tail_blocks(num_chunks, int(tracked.request.num_tokens))
+        if tracked.lookup is not None and self._is_remembered(tracked.lookup, (num_chunks, num_tails)):
             return
         self._forget_lookup(tracked)
         if num_chunks:
             digests = tracked.packed(0, num_chunks)
-            pending = self._client.submit(lambda number: wire.Lookup(number, digests, self._needs))
-            tracked.lookup = Lookup(num_chunks, pending)
+            end = num_chunks * self._chunk_tokens + num_tails * self._tail_block_tokens
+            tails = tracked.tails(end, self._tail_block_tokens) if num_tails else b""
+            pending = self._client.submit(lambda number: wire.Lookup(number, digests, self._needs, tails))
+            tracked.lookup = Lookup((num_chunks, num_tails), pending)
 
-    def _is_remembered(self, lookup: Lookup, num_chunks: int) -> bool:
-        if lookup.is_claimed or lookup.num_chunks_asked != num_chunks:
+    def _tail_blocks(self, num_chunks: int, num_tokens: int) -> int:
+        """Return how many blocks there are behind a sequence's last whole chunk, if it is worth a tail."""
+        if not self._tail_block_tokens or num_chunks < _TAIL_BEHIND_MIN:
+            return 0
+        return (num_tokens - num_chunks * self._chunk_tokens) // self._tail_block_tokens
+
+    def _is_remembered(self, lookup: Lookup, asked: tuple[int, int]) -> bool:
+        if lookup.is_claimed or lookup.asked != asked:
             return False
         welcome = self._client.welcome
         ttl_s = welcome.limits.lease_ttl_s if welcome else self._options.deadline_s
@@ -342,7 +356,7 @@ class SchedulerSide:
     def _begin_load(self, tracked: Tracked, lookup: Lookup, tables: Tables, num_external_tokens: int) -> None:
         assert lookup.reply is not None
         num_local = tracked.num_local_tokens
-        num_chunks = (num_local + num_external_tokens) // self._chunk_tokens
+        num_chunks, num_left = divmod(num_local + num_external_tokens, self._chunk_tokens)
         planned = [
             plan_load(
                 group, tables[group.number], num_chunks=num_chunks, chunk_tokens=self._chunk_tokens,
@@ -350,6 +364,8 @@ class SchedulerSide:
             )
             for group in self._groups
         ]  # fmt: skip
+        if num_left:
+            planned.append(plan_tail_load(self._groups[0], tables, num_chunks, num_left))
         parts = tuple(part for part in planned if part is not None)
         block_ids = [block_id for part in parts for block_id in part.block_ids[part.num_skipped_blocks :]]
         digests = frozenset(split_digests(tracked.packed(num_local // self._chunk_tokens, num_chunks)))
@@ -388,11 +404,24 @@ class SchedulerSide:
                     tracked.num_offered[number] = chunk + 1
                 if block_ids:
                     chosen[number][chunk] = block_ids
-        parts = tuple(
-            _store_part(tracked, group, chosen[group.number]) for group in self._groups if chosen[group.number]
-        )
+        parts = [_store_part(tracked, group, chosen[group.number]) for group in self._groups if chosen[group.number]]
+        if is_over and all(num_offered == end for num_offered in tracked.num_offered.values()):
+            parts += self._tail_to_store(tracked, tables, end, num_free)
         block_ids = [block_id for part in parts for block_id in part.block_ids]
-        return [StoreJob(self._hold(block_ids), parts)] if parts else []
+        return [StoreJob(self._hold(block_ids), tuple(parts))] if parts else []
+
+    def _tail_to_store(self, tracked: Tracked, tables: Tables, end: int, num_free: int) -> list[StorePart]:
+        """Return what a request leaves behind its last whole chunk, if that is kept."""
+        num_blocks = self._tail_blocks(end, tracked.num_computed_tokens)
+        if not 0 < num_blocks <= num_free:
+            return []
+        (group,) = self._groups
+        first = end * group.blocks_per_chunk
+        block_ids = tuple(tables[group.number][first : first + num_blocks])
+        if len(block_ids) < num_blocks or layout.NULL_BLOCK in block_ids:
+            return []
+        tails = tracked.tails(end * self._chunk_tokens + num_blocks * group.block_tokens, group.block_tokens)
+        return [StorePart(group.number, tails[-DIGEST_NBYTES:], tracked.digest(end - 1), block_ids, is_tail=True)]
 
     def _blocks_to_store(
         self, group: EngineGroup, table: Sequence[int], boundaries: Mapping[tuple[int, int], int], chunk: int

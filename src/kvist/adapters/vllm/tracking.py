@@ -12,7 +12,7 @@ from typing import Any
 
 from kvist.adapters.vllm.options import RequestOptions
 from kvist.client.client import Pending
-from kvist.model.keys import DIGEST_NBYTES, Digest, MediaItem, as_tokens, chain_digests
+from kvist.model.keys import DIGEST_NBYTES, Digest, MediaItem, as_tokens, chain_digests, tail_digests
 from kvist.wire.messages import LookupReply
 
 
@@ -20,7 +20,8 @@ from kvist.wire.messages import LookupReply
 class Lookup:
     """One question to the daemon about one request."""
 
-    num_chunks_asked: int
+    asked: tuple[int, int]
+    """Whole chunks, and tails that may follow them."""
     pending: Pending
     is_claimed: bool = False
     """Its lease belongs to a load now."""
@@ -88,6 +89,13 @@ class Tracked:
             parent = self.digest(num_known - 1)
             self.digests += chain_digests(parent, tokens, self.chunk_tokens, start=start, media=self.media)
         return num_chunks
+
+    def tails(self, num_tokens: int, block_tokens: int) -> bytes:
+        """Return the digests of the tails of the first ``num_tokens``, one block and more, as they travel."""
+        num_chunks = num_tokens // self.chunk_tokens
+        start = num_chunks * self.chunk_tokens
+        tokens = as_tokens(self.request.all_token_ids[start:num_tokens])
+        return tail_digests(self.digest(num_chunks - 1), tokens, block_tokens, start=start, media=self.media)
 
     def digest(self, chunk: int) -> Digest:
         """Return the digest of a chunk; of the root for -1."""

@@ -212,20 +212,28 @@ class WorkerSide:
         return self._client.submit(build) if self._client is not None else self._lost()
 
     def _send_load(self, job: LoadJob, part: LoadPart, row: int) -> Pending:
-        block_ids = _pack(part.block_ids)
+        block_ids, tail_blocks = _pack(part.block_ids), len(part.block_ids) * part.is_tail
         deadline_ms = int(self._deadline_s * 1000)
         is_fenced = self._fence is not None
         return self._submit(
             lambda number: wire.Retrieve(
-                number, job.lease, part.first_chunk, block_ids, part.num_skipped_blocks, deadline_ms, is_fenced, row
+                number,
+                job.lease,
+                part.first_chunk,
+                block_ids,
+                part.num_skipped_blocks,
+                deadline_ms,
+                is_fenced,
+                row,
+                tail_blocks,
             )
         )
 
     def _send_store(self, part: StorePart, row: int) -> Pending:
-        block_ids = _pack(part.block_ids)
+        block_ids, tail_blocks = _pack(part.block_ids), len(part.block_ids) * part.is_tail
         is_fenced = self._fence is not None
         return self._submit(
-            lambda number: wire.Store(number, part.digests, part.parent, block_ids, is_fenced=is_fenced, row=row)
+            lambda number: wire.Store(number, part.digests, part.parent, block_ids, is_fenced, row, tail_blocks)
         )
 
     def _failed_blocks(self, load: _Load) -> set[int]:
