@@ -115,6 +115,8 @@ class Engine:
         self.ended: dict[str, Request] = {}
         """Whose load is still under way."""
         self.prefixes: dict[bytes, tuple[int, ...]] = {}
+        self.sequences: list[list[int]] = []
+        """Of requests that are over."""
         self.seen: Counter[str] = Counter()
         self._promised: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         """Loads that are under way: tokens that the engine has itself, with those of the load, and its groups."""
@@ -221,6 +223,7 @@ class Engine:
 
     def end(self, request: Request) -> None:
         """Let a request be over: aborted, or answered."""
+        self.sequences.append(request.all_token_ids)
         for table in request.tables:
             table.let_go(request.num_computed_tokens if request.status == "running" else 0)
         self.connector.request_finished_all_groups(request, tuple(table.ids for table in request.tables))

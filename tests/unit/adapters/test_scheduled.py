@@ -60,7 +60,10 @@ def run(sort: Sort, seed: int) -> Counter[str]:
 def happen(engine: Engine, daemon: SimulatedDaemon, chance: random.Random) -> None:
     """Let some of what is not the engine's doing happen between two steps."""
     if chance.random() < 0.3 and len(engine.waiting) < 6:
-        engine.add(prompt(chance), chance.randrange(1, 24))
+        said = [tokens for tokens in engine.sequences if len(tokens) <= 112]
+        is_turn = bool(said) and chance.random() < 0.3
+        tokens = [*chance.choice(said), *([1] * chance.randrange(6))] if is_turn else prompt(chance)
+        engine.add(tokens, chance.randrange(1, 24))
     if chance.random() < 0.06 and (there := [*engine.running, *engine.waiting]):
         engine.end(chance.choice(there))
     if chance.random() < 0.1:
