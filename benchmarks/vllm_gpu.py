@@ -168,8 +168,10 @@ def measure_beside(engines: dict[str, EngineProcess], rounds: int, rng: random.R
 
 def measure_sharing(start: Engines, kvist: dict[str, Any], first: EngineProcess, rng: random.Random) -> None:
     """Report what a second engine, and the heir of a killed one, find."""
-    prompts = [random_prompt(rng, 8192) for _ in range(2)]
-    answers = [first.ask("first", prompt=prompt) for prompt in prompts]
+    prompts = [random_prompt(rng, 8192 + TAIL_TOKENS) for _ in range(2)]
+    for prompt in prompts:
+        first.ask("first", prompt=prompt)
+    answers = [first.ask("first", prompt=prompt) for prompt in prompts]  # Computed in the same pieces as after a load.
     forget(first)
     second = start.start({"second": kvist})["second"]
     for kind, engine, number in (("a second engine beside it", second, 0), ("the second, its first killed", second, 1)):

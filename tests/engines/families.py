@@ -59,13 +59,13 @@ _RECURRENT: Final = frozenset({"full", "recurrent"})
 FAMILIES: Final = (
     Family("llama"),
     Family("qwen3"),
-    Family("gemma3", _WINDOWED, is_served=False, window=256),
-    Family("gpt_oss", _WINDOWED, is_served=False, window=128),
+    Family("gemma3", _WINDOWED, window=256),
+    Family("gpt_oss", _WINDOWED, window=128),
     Family("deepseek_v2", chunk_tokens=256),
     Family("deepseek_v3", chunk_tokens=256, unsteady_in=frozenset({"bfloat16"})),
     # vLLM's gated delta net computes in bfloat16 alone on CPUs.
-    Family("qwen3_next", _RECURRENT, is_served=False, chunk_tokens=256, dtype="bfloat16"),
-    Family("lfm2", _RECURRENT, is_served=False, has_plain_rotation=True),
+    Family("qwen3_next", _RECURRENT, chunk_tokens=256, dtype="bfloat16"),
+    Family("lfm2", _RECURRENT, has_plain_rotation=True),
 )
 
 
