@@ -29,7 +29,16 @@ from kvist.adapters.vllm.shards import Cut, choose_sharding
 from kvist.adapters.vllm.sharing import share_storages
 from kvist.adapters.vllm.worker import Results, WorkerSide
 from kvist.client.client import Client
-from kvist.errors import ConfigError, DeviceError, KeyInvalid, KvistError, LayoutError, Refused
+from kvist.errors import (
+    ConfigError,
+    DeviceError,
+    KeyInvalid,
+    LayoutError,
+    PoolKept,
+    ProtocolError,
+    Refused,
+    Unreachable,
+)
 from kvist.model.handles import HOST, MemoryHandle
 from kvist.model.layout import GroupKind
 from kvist.transfer.governor import Governor
@@ -173,22 +182,36 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         try:
             found = layout.describe_memory(self._config, kv_caches, self._cache_config, cut)
-            memory = self._hand_over(found)
-        except (LayoutError, DeviceError) as error:
+            try:
+                self._register(found, cut, self._worker, is_copied_by_daemon=self._is_copied_by_daemon)
+            except PoolKept as error:
+                if self._options.lane:
+                    raise
+                logger.info("kvist: %s: the daemon copies", error)
+                self._worker.close()
+                self._register(found, cut, self._worker, is_copied_by_daemon=True)
+        except (Refused, LayoutError, DeviceError) as error:
             self._disable(str(error))
-            return
+
+    def _register(self, found: WorkerMemory, cut: Cut, worker: WorkerSide, *, is_copied_by_daemon: bool) -> None:
+        """Hand the memory over to whoever copies, and say so.
+
+        Raises:
+            Refused: the daemon will not have it.
+            LayoutError: it cannot be handed over, or copied.
+            DeviceError: the device cannot be used.
+        """
+        memory = self._hand_over(found, is_copied_by_daemon=is_copied_by_daemon)
 
         def registrar(request_id: int) -> tuple[wire.Register, tuple[int, ...]]:
             return memory.registration(request_id, chunk_tokens=cut.chunk_tokens), memory.fds
 
         client = self._client(f"worker {self._config.parallel_config.rank}", registrar)
-        requests = memory.requests(client, self._worker.governor)
-        self._worker.connect(requests, memory.fence, found.rows_of_group(cut.groups))
+        requests = memory.requests(client, worker.governor)
+        worker.connect(requests, memory.fence, found.rows_of_group(cut.groups))
         try:
             registered = requests.register(_REGISTRATION_S)
-        except (Refused, LayoutError) as error:
-            self._disable(str(error))
-        except KvistError as error:
+        except (ProtocolError, Unreachable) as error:
             logger.warning("kvist: %s; will try again when there is something to keep", error)
         else:
             logger.info(
@@ -202,13 +225,13 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _is_copied_by_daemon(self) -> bool:
         return layout.device_type(self._config) != "cuda" or self._options.lane == "daemon"
 
-    def _hand_over(self, found: WorkerMemory) -> HandedOver:
+    def _hand_over(self, found: WorkerMemory, *, is_copied_by_daemon: bool) -> HandedOver:
         """Make a worker's memory reachable for whoever copies."""
         rows, storages = found.rows, found.storages
         if layout.device_type(self._config) != "cuda":
             handles = tuple(MemoryHandle(HOST, storage.nbytes()) for storage in storages)
             return HandedOver(rows, handles, fds=tuple(share_storages(storages)))
-        return share_memory(rows, storages) if self._is_copied_by_daemon else keep_memory(rows, storages)
+        return share_memory(rows, storages) if is_copied_by_daemon else keep_memory(rows, storages)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
