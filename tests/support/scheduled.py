@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from kvist.model.coverage import first_needed, need_of
+from kvist.model.coverage import first_needed
 from kvist.model.keys import (
     DIGEST_NBYTES,
     Digest,
@@ -25,49 +25,18 @@ from kvist.model.keys import (
     split_digests,
     tail_digests,
 )
-from kvist.model.layout import GroupKind, LayerGroup, LayerPlane
+from kvist.model.layout import GroupKind
 from kvist.model.rows import Row, RowMemory, row_memory
 from kvist.wire import messages as wire
 from tests.support.engine import describe_rows
 from tests.support.engine_blocks import Pool, Table
+from tests.support.engine_sorts import CHUNK_TOKENS, PAGE_NBYTES, Sort
 from tests.support.fake_vllm import adapter
 from tests.support.memory import GUARD, SharedMemory, stamp
 from tests.support.simulated import SimulatedDaemon
 from tests.support.simulated_client import DEADLINE_S, Link
 
-PAGE_NBYTES = 512
-CHUNK_TOKENS = 16
 RUNNING_MAX = 4
-
-
-@dataclass(frozen=True)
-class Sort:
-    """What kind of engine it is."""
-
-    groups: tuple[tuple[GroupKind, int, int | None, bool], ...]
-    """(kind, block tokens, window, whether it is a draft's)"""
-    num_blocks: int
-    is_told: bool = True
-    """The connector is told block tables (vLLM 0.29), and not what is new of them."""
-    is_v2: bool = True
-    """Resumed requests come as new ones."""
-
-    def layer_groups(self) -> list[LayerGroup]:
-        plane = LayerPlane(0, 0, self.num_blocks, PAGE_NBYTES, PAGE_NBYTES)
-        return [
-            LayerGroup(kind, block_tokens, (plane,), null_block=0, window=window)
-            for kind, block_tokens, window, _ in self.groups
-        ]
-
-    def engine_groups(self) -> tuple[Any, ...]:
-        make = adapter("groups").EngineGroup
-        return tuple(
-            make(
-                number, group.kind, group.block_tokens, group.window, group.blocks_per_chunk(CHUNK_TOKENS),
-                group.stored_blocks_per_chunk(CHUNK_TOKENS), need_of(group, CHUNK_TOKENS), self.groups[number][3],
-            )
-            for number, group in enumerate(self.layer_groups())
-        )  # fmt: skip
 
 
 @dataclass(eq=False)

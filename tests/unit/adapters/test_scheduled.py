@@ -11,7 +11,8 @@ from collections import Counter
 import pytest
 
 from kvist.model.layout import GroupKind
-from tests.support.scheduled import Engine, Sort
+from tests.support.engine_sorts import Sort
+from tests.support.scheduled import Engine
 from tests.support.simulated import LEASE_TTL_S, SimulatedDaemon
 from tests.support.simulated_client import DEADLINE_S
 

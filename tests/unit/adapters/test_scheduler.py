@@ -10,8 +10,9 @@ from kvist.model.keys import DIGEST_NBYTES, Namespace
 from kvist.model.layout import GroupKind
 from kvist.wire import messages as wire
 from tests.support.engine_blocks import Pool
+from tests.support.engine_sorts import CHUNK_TOKENS, Sort
 from tests.support.fake_vllm import adapter
-from tests.support.scheduled import CHUNK_TOKENS, Request, Sort
+from tests.support.scheduled import Request
 
 FULL, WINDOW, CHUNKED, RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT
 WITH_WINDOW = ((FULL, 8, None, False), (WINDOW, 4, 8, False))
