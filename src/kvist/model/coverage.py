@@ -45,8 +45,8 @@ class Need:
             )
         if not (1 <= self.num_shards <= ROWS_MAX and 1 <= self.num_readers <= ROWS_MAX):
             raise LayoutError(
-                f"a group of kind {self.kind.value!r} on {self.num_shards} shards with {self.num_readers} readers each: "
-                f"both lie in [1, {ROWS_MAX}]"
+                f"a group of kind {self.kind.value!r} on {self.num_shards} shards with {self.num_readers} readers "
+                f"each; both lie in [1, {ROWS_MAX}]"
             )
 
 
