@@ -90,6 +90,59 @@ def test_three_groups_come_back(tmp_path: Path, *, is_copying: bool):
     assert {0, 5} < set(hits), hits
 
 
+def two_full_groups() -> tuple[list[LayerGroup], list[int]]:
+    """Return two full groups, with chunks of four blocks each, in layouts of their own."""
+    first, second = nhd(Shape(2, 40, 4, 2, 64)), kv_apart(Shape(1, 40, 4, 1, 48))
+    moved = tuple(replace(plane, memory=2) for plane in second.group.planes)
+    return [first.group, replace(second.group, planes=moved)], [*first.memory_nbytes, *second.memory_nbytes]
+
+
+@pytest.mark.parametrize("is_copying", [False, True], ids=["daemon lane", "engine lane"])
+@pytest.mark.parametrize("names", [("a", "b"), ()], ids=["behind chunks", "alone"])
+def test_a_tail_comes_back(tmp_path: Path, names: tuple[str, ...], *, is_copying: bool):
+    """Whole chunks and the longest tail behind them, in every row, come into other blocks, and the lease ends."""
+    groups, memory_nbytes = two_full_groups()
+    rows = [row_memory(Row(number, 0), group, CHUNK_TOKENS) for number, group in enumerate(groups)]
+    tails = ("1 block", "2 blocks", "3 blocks")
+    with (
+        Daemon(tmp_path, pool="256KiB") as daemon,
+        RowEngine(daemon.path, rows, memory_nbytes, is_copying=is_copying) as engine,
+    ):
+
+        def contents(number: int, names: tuple[str, ...], num_blocks: int) -> list[bytes]:
+            nbytes = rows[number].group.block_nbytes * num_blocks
+            return [stamp(f"{name}{number}".encode(), nbytes) for name in names]
+
+        slots = [-(-held.chunk_nbytes // 4096) * 4096 for held in rows]
+        for number, held in enumerate(rows):
+            stored = engine.store(number, names, blocks_of(held, len(names)), contents(number, names, 4))
+            assert stored == wire.StoreReply(stored.id, len(names), 0)
+            for num_blocks in (1, 2, 3)[: 3 - number]:  # The longest that both rows have is the second.
+                tail = tails[num_blocks - 1 : num_blocks]
+                reply = engine.store(
+                    number, tail, blocks_of(held.tail(num_blocks), 1), contents(number, tail, num_blocks),
+                    parent=names[-1:], tail_blocks=num_blocks,
+                )  # fmt: skip
+                assert reply == wire.StoreReply(reply.id, 1, 0)
+        wait_until(lambda: daemon.status().num_copies_in_flight == 0)
+        assert daemon.status().pool_used_nbytes == slots[0] * (len(names) + 3) + slots[1] * (len(names) + 2)
+
+        found = engine.look_up(names, tails=tails)
+        assert (found.num_chunks, found.tail) == (len(names), 2)
+        for number, held in enumerate(rows):
+            chunks = blocks_of(held, len(names), start=20)
+            if names:
+                assert engine.load(number, found.lease, 0, chunks) == contents(number, names, 4)
+                assert engine.is_untouched_but(number, chunks)
+            assert daemon.status().num_leases == 1
+            chunks = blocks_of(held.tail(2), 1, start=30)
+            expected = contents(number, tails[1:2], 2)
+            assert engine.load(number, found.lease, len(names), chunks, tail_blocks=2) == expected
+            assert engine.is_untouched_but(number, chunks)
+        wait_until(lambda: daemon.status().num_leases == 0)
+        assert daemon.status().num_pinned == 0
+
+
 class Worker:
     """One of two workers, a process of its own."""
 

@@ -76,7 +76,7 @@ class CopyingEngine(SimulatedEngine):
             if isinstance(sent.request, wire.Store):
                 found = checksum(self._put(row, slot, sent.chunks[position]))
                 checksums.append(checksum(found) if lies[-1:] == [position] else found)
-            elif checksum(self._slot(row, slot)) != expected[place] or lies[-1:] == [position]:
+            elif checksum(self._slot(row, slot, sent.chunks[position])) != expected[place] or lies[-1:] == [position]:
                 failed.append(place)
             else:
                 self._take(row, slot, sent.chunks[position], sent.request.num_skipped_blocks if position == 0 else 0)
@@ -123,15 +123,15 @@ class CopyingEngine(SimulatedEngine):
         if self.is_deaf:
             self.end()
 
-    def _slot(self, row: SimulatedRow, slot: int) -> bytes:
-        return self.daemon.pool.bytes[slot : slot + row.map.nbytes].tobytes()
+    def _slot(self, row: SimulatedRow, slot: int, blocks: list[int]) -> bytes:
+        return self.daemon.pool.bytes[slot : slot + row.map_of(len(blocks)).nbytes].tobytes()
 
     def _put(self, row: SimulatedRow, slot: int, blocks: list[int]) -> bytes:
         chunk = row.read(blocks)
-        self.daemon.pool.bytes[slot : slot + row.map.nbytes] = np.frombuffer(chunk, dtype=np.uint8)
+        self.daemon.pool.bytes[slot : slot + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
         return chunk
 
     def _take(self, row: SimulatedRow, slot: int, blocks: list[int], num_skipped_blocks: int) -> None:
         old = np.frombuffer(row.read(blocks), dtype=np.uint8)
-        new = np.frombuffer(self._slot(row, slot), dtype=np.uint8)
-        row.write(blocks, np.where(row.map.position < num_skipped_blocks, old, new).tobytes())
+        new = np.frombuffer(self._slot(row, slot, blocks), dtype=np.uint8)
+        row.write(blocks, np.where(row.map_of(len(blocks)).position < num_skipped_blocks, old, new).tobytes())

@@ -14,8 +14,10 @@ from kvist.model.rows import Row
 from tests.support.layouts import Laid, Shape, block_outermost, hnd, kv_apart, nhd
 from tests.support.memory import stamp
 
-CHUNK_TOKENS = 4
-SHAPE = Shape(num_layers=2, num_blocks=14, block_tokens=2, num_heads=2, row_nbytes=8)
+CHUNK_TOKENS = 6
+SHAPE = Shape(num_layers=2, num_blocks=21, block_tokens=2, num_heads=2, row_nbytes=8)
+TAILS = range(1, CHUNK_TOKENS // SHAPE.block_tokens)
+"""How many blocks a tail may have."""
 
 CHUNKS_MAX = 6
 PROMPTS = [
@@ -101,6 +103,11 @@ class Kind:
         return needs
 
     @property
+    def has_tails(self) -> bool:
+        """Say whether a lookup of its may name tails."""
+        return all(need.kind is GroupKind.FULL for need in self.needs)
+
+    @property
     def is_uneven(self) -> bool:
         """Say whether its groups have different numbers of shards or readers."""
         return len({(need.num_shards, need.num_readers) for need in self.needs}) > 1
@@ -125,6 +132,7 @@ KINDS_OF_ROWS = [
     Kind("eleven", "replicas", (alone(nhd, short(nhd)), alone(hnd, short(kv_apart)))),
     Kind("twelve", "hybrid copied", (alone(nhd, chunked(nhd), short(hnd)),), frozenset({0})),
     Kind("thirteen", "windows", (alone(window(nhd), chunked(hnd)),)),
+    Kind("seventeen", "full groups", (alone(nhd, hnd), alone(hnd, kv_apart))),
     Kind("fourteen", "uneven", tuple(holding((0, rank // 2, nhd), (1, rank, recurrent(nhd))) for rank in range(4))),
     Kind("fifteen", "uneven", tuple(
         holding((0, rank, hnd), (1, 2 * rank, recurrent(nhd)), (1, 2 * rank + 1, recurrent(nhd))) for rank in range(2)
@@ -134,6 +142,8 @@ KINDS_OF_ROWS = [
     )),
 ]  # fmt: skip
 """Engines of several groups: on one shard and on two, workers that hold two shards, rows that two workers hold.
+
+Seventeen has tails: its groups are all full.
 
 The last three have groups that are cut differently: two shards of heads, on two workers each, beside four of states;
 the same chunks on half of the workers; a row that is held by both workers beside one that each holds a shard of.
@@ -148,6 +158,11 @@ def needed(need: Need, num_chunks: int) -> range:
 def content(key: bytes, row: Row, nbytes: int) -> bytes:
     """Return what a row's chunk of this digest must hold."""
     return stamp(key + bytes(row), nbytes)
+
+
+def tail(names: list[str], num_blocks: int) -> str:
+    """Return the name of the tail of so many blocks behind chunks of a prompt; none is where the prompt begins."""
+    return f"{''.join(names[-1:])}+{num_blocks}"
 
 
 def digest(space: str, name: str) -> bytes:

@@ -55,7 +55,8 @@ class RowEngine:
         groups = {held.row.group: held.group for held in rows}
         num_shards = Counter(held.row.group for held in rows)
         self.needs = [need_of(groups[group], CHUNK_TOKENS, num_shards=num_shards[group]) for group in sorted(groups)]
-        self.maps = [ChunkMap(Laid(held.group, tuple(memory_nbytes)), held.blocks_per_chunk) for held in rows]
+        self._laid = [Laid(held.group, tuple(memory_nbytes)) for held in rows]
+        self._maps: dict[tuple[int, int], ChunkMap] = {}
         self.memory = [SharedMemory(nbytes, name="kvist-rows") for nbytes in memory_nbytes]
         for memory in self.memory:
             memory.bytes[:] = GUARD
@@ -88,18 +89,32 @@ class RowEngine:
     def arrays(self) -> list[np.ndarray]:
         return [memory.bytes for memory in self.memory]
 
-    def store(self, row: int, names: Sequence[str], chunks: Chunks, contents: Sequence[bytes]) -> wire.Reply | None:
-        """Have chunks kept, from the first of a prompt, and fill their blocks with ``GUARD`` again."""
+    def store(
+        self, row: int, names: Sequence[str], chunks: Chunks, contents: Sequence[bytes], *, parent: Sequence[str] = (),
+        tail_blocks: int = 0,
+    ) -> wire.Reply | None:  # fmt: skip
+        """Have chunks kept, from the first of a prompt or behind a parent, and fill their blocks with ``GUARD`` again.
+
+        With ``tail_blocks``, they are one tail of so many blocks.
+        """
         for blocks, content in zip(chunks, contents, strict=True):
-            self.maps[row].write(self.arrays, blocks, content)
-        reply = self._wait(lambda number: wire.Store(number, digests(names), b"", packed(chunks), row=row))
+            self._map(row, blocks).write(self.arrays, blocks, content)
+        reply = self._wait(
+            lambda number: wire.Store(
+                number, digests(names), digests(parent), packed(chunks), row=row, tail_blocks=tail_blocks
+            )
+        )
         self._blank(row, chunks)
         return reply
 
-    def look_up(self, names: Sequence[str], *, num_shards: int | None = None) -> wire.LookupReply:
+    def look_up(
+        self, names: Sequence[str], *, tails: Sequence[str] = (), num_shards: int | None = None
+    ) -> wire.LookupReply:
         """Look up what all of this engine's groups need, on the shards that it holds, or on so many of each."""
         needs = [replace(need, num_shards=num_shards or need.num_shards) for need in self.needs]
-        reply = self.scheduler.call(lambda number: wire.Lookup(number, digests(names), describe_needs(needs)))
+        reply = self.scheduler.call(
+            lambda number: wire.Lookup(number, digests(names), describe_needs(needs), digests(tails))
+        )
         assert isinstance(reply, wire.LookupReply)
         return reply
 
@@ -109,12 +124,14 @@ class RowEngine:
         self.scheduler.call(lambda number: wire.Release(number, found.lease))
         return found.num_chunks
 
-    def load(self, row: int, lease: bytes, first: int, chunks: Chunks) -> list[bytes]:
-        """Load chunks of a lease from ``first`` on; return what their blocks hold then."""
-        reply = self._wait(lambda number: wire.Retrieve(number, lease, first, packed(chunks), row=row))
+    def load(self, row: int, lease: bytes, first: int, chunks: Chunks, *, tail_blocks: int = 0) -> list[bytes]:
+        """Load chunks of a lease from ``first`` on, or its tail; return what their blocks hold then."""
+        reply = self._wait(
+            lambda number: wire.Retrieve(number, lease, first, packed(chunks), row=row, tail_blocks=tail_blocks)
+        )
         assert isinstance(reply, wire.RetrieveReply), reply
         assert reply.failed == []
-        return [self.maps[row].read(self.arrays, blocks) for blocks in chunks]
+        return [self._map(row, blocks).read(self.arrays, blocks) for blocks in chunks]
 
     def clear(self) -> None:
         """Fill all memory with ``GUARD``."""
@@ -128,7 +145,13 @@ class RowEngine:
 
     def _blank(self, row: int, chunks: Chunks) -> None:
         for blocks in chunks:
-            self.maps[row].write(self.arrays, blocks, bytes([GUARD]) * self.maps[row].nbytes)
+            places = self._map(row, blocks)
+            places.write(self.arrays, blocks, bytes([GUARD]) * places.nbytes)
+
+    def _map(self, row: int, blocks: Sequence[int]) -> ChunkMap:
+        if (row, len(blocks)) not in self._maps:
+            self._maps[row, len(blocks)] = ChunkMap(self._laid[row], len(blocks))
+        return self._maps[row, len(blocks)]
 
     def _wait(self, build: Build) -> wire.Reply | None:
         pending: Pending = self._requests.submit(build)

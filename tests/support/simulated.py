@@ -264,7 +264,9 @@ class SimulatedRow:
         """As registered."""
         self.row = row
         self.blocks_per_chunk = self.held.blocks_per_chunk
-        self.map = ChunkMap(laid, self.blocks_per_chunk)
+        self._laid = laid
+        self._maps: dict[int, ChunkMap] = {}
+        self.map = self.map_of(self.blocks_per_chunk)
         self.memory = [SharedMemory(nbytes, name="kvist-engine") for nbytes in laid.memory_nbytes]
         for memory in self.memory:
             memory.bytes[:] = GUARD
@@ -274,13 +276,19 @@ class SimulatedRow:
     def arrays(self) -> list[np.ndarray]:
         return [memory.bytes for memory in self.memory]
 
+    def map_of(self, num_blocks: int) -> ChunkMap:
+        """Return where the bytes of a chunk, or of a tail, of so many blocks lie."""
+        if num_blocks not in self._maps:
+            self._maps[num_blocks] = ChunkMap(self._laid, num_blocks)
+        return self._maps[num_blocks]
+
     def write(self, blocks: Sequence[int], chunk: bytes) -> None:
-        """Put a chunk's canonical bytes into blocks."""
-        self.map.write(self.arrays, blocks, chunk)
+        """Put a chunk's canonical bytes into its blocks."""
+        self.map_of(len(blocks)).write(self.arrays, blocks, chunk)
 
     def read(self, blocks: Sequence[int]) -> bytes:
-        """Return the canonical bytes that lie in blocks."""
-        return self.map.read(self.arrays, blocks)
+        """Return the canonical bytes that lie in a chunk's blocks."""
+        return self.map_of(len(blocks)).read(self.arrays, blocks)
 
 
 class SimulatedEngine:
@@ -355,18 +363,18 @@ class SimulatedEngine:
         self.daemon.settle()
         return next(reply for answered, reply in self.replies if answered is sent)
 
-    def take_chunks(self, num: int, row: int = 0) -> list[list[int]]:
-        """Take blocks for ``num`` chunks; fewer chunks if there are not so many."""
-        free, blocks_per_chunk = self.rows[row].free_blocks, self.rows[row].blocks_per_chunk
-        num = min(num, len(free) // blocks_per_chunk)
-        return [[free.pop() for _ in range(blocks_per_chunk)] for _ in range(num)]
+    def take_chunks(self, num: int, row: int = 0, *, tail_blocks: int = 0) -> list[list[int]]:
+        """Take blocks for ``num`` chunks, or tails of so many blocks; for fewer if there are not so many."""
+        free, num_blocks = self.rows[row].free_blocks, tail_blocks or self.rows[row].blocks_per_chunk
+        num = min(num, len(free) // num_blocks)
+        return [[free.pop() for _ in range(num_blocks)] for _ in range(num)]
 
     def give_back(self, chunks: list[list[int]], row: int = 0) -> None:
-        """Fill blocks with ``GUARD`` and call them free."""
+        """Fill blocks with ``GUARD`` and call them free; they are taken again when all others have been."""
         there = self.rows[row]
         for blocks in chunks:
-            there.write(blocks, bytes([GUARD]) * there.map.nbytes)
-            there.free_blocks += blocks
+            there.write(blocks, bytes([GUARD]) * there.map_of(len(blocks)).nbytes)
+            there.free_blocks[:0] = blocks
 
     def end(self) -> None:
         """Lose the connection, as when the process dies."""

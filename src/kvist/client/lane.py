@@ -261,8 +261,9 @@ class EngineLane:
             task.job = job
 
     def _plan(self, task: _Task, order: wire.CopyOrder, pool_nbytes: int) -> Job:
-        request, held = task.request, self._row_of(task)
+        request = task.request
         assert isinstance(request, wire.Retrieve | wire.Store), request
+        held = self._held(request)
         num_chunks = len(request.block_ids) // (4 * held.blocks_per_chunk)
         num_skipped_blocks = request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0
         block_ids = parse_block_ids(
@@ -298,15 +299,14 @@ class EngineLane:
             checksums=split_checksums(order.checksums),
         )  # fmt: skip
 
-    def _row_of(self, task: _Task) -> RowMemory:
-        """Return what a request names, of which the daemon has ordered a copy: so there is such a row, or tail."""
-        assert isinstance(task.request, wire.Retrieve | wire.Store), task.request
-        return self._memory.rows[task.request.row].tail(task.request.tail_blocks)
+    def _held(self, request: wire.Retrieve | wire.Store) -> RowMemory:
+        """Return the row, or its tails, that a request names: the daemon orders no copy of one that there is not."""
+        return self._memory.rows[request.row].tail(request.tail_blocks)
 
     def _copied_by_device(self, task: _Task, job: Job) -> None:
         """Run on the device's thread when a copy has landed: the engine need not wait for the daemon to hear of it."""
         if isinstance(task.request, wire.Retrieve):
-            num_chunks = len(task.request.block_ids) // (4 * self._row_of(task).blocks_per_chunk)
+            num_chunks = len(task.request.block_ids) // (4 * self._held(task.request).blocks_per_chunk)
             right = set(job.positions[: job.num_done]) - {job.positions[chunk] for chunk in job.failed}
             failed = [] if len(right) == num_chunks else [chunk for chunk in range(num_chunks) if chunk not in right]
             task.outer.reply = wire.RetrieveReply(0, num_chunks, failed)

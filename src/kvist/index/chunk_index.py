@@ -118,15 +118,17 @@ class ChunkIndex:
             chunk.num_hits += 1
 
     def reserve(
-        self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int, slot_nbytes: int = 0
+        self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int, slot_nbytes: int | None = None
     ) -> Chunk:
         """Announce that ``key`` is being written into a slot; it hangs below ``parent`` from now on.
 
-        The slot is as large as the chunk, or of ``slot_nbytes``.
+        The slot is as large as the chunk, unless ``slot_nbytes`` says more.
         """
+        slot_nbytes = nbytes if slot_nbytes is None else slot_nbytes
+        assert nbytes <= slot_nbytes
         assert key not in self._chunks
         assert parent is None or parent.state is not ChunkState.DROPPED
-        chunk = Chunk(key, parent, slot_offset, nbytes, slot_nbytes or nbytes)
+        chunk = Chunk(key, parent, slot_offset, nbytes, slot_nbytes)
         self._clock += 1
         chunk.last_used = self._clock
         self._chunks[key] = chunk

@@ -25,6 +25,7 @@ class Held(NamedTuple):
     first_chunk: int
     chunks: Sequence[Chunk]
     num_readers: int = 1
+    """Workers that will read the row."""
     has_tail: bool = False
     """The last chunk is a tail, which its readers claim apart from the others."""
 
@@ -35,8 +36,8 @@ class Held(NamedTuple):
 
     @property
     def num_claims(self) -> int:
-        """How often the row will be claimed."""
-        has_whole = len(self.chunks) > self.has_tail
+        """How often the row will be claimed: by each reader once for its whole chunks, and once for its tail."""
+        has_whole = len(self.chunks) - self.has_tail > 0
         return self.num_readers * (has_whole + self.has_tail)
 
 

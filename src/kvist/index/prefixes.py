@@ -41,17 +41,13 @@ def find_prefix(index: ChunkIndex, digests: Sequence[Digest], needs: Sequence[Ne
 
 
 def add_tail(index: ChunkIndex, rows: dict[Row, Held], tails: Sequence[Digest]) -> int:
-    """Let ``rows`` hold the longest of some tails that all of them have; return which one, from 1, or 0 for none."""
+    """Let ``rows`` hold the last of some tails that all of them have; return which one, from 1, or 0 for none."""
+    found = [index.find_sealed(chunk_keys(tails, group=row.group, shard=row.shard)) for row in rows]
     for number in range(len(tails), 0, -1):
-        found = {}
-        for row in rows:
-            chunks = index.match(chunk_keys(tails[number - 1 : number], group=row.group, shard=row.shard))
-            if not chunks:
-                break
-            found[row] = chunks
-        else:
-            for row, held in rows.items():
-                rows[row] = Held(held.first_chunk, [*held.chunks, *found[row]], held.num_readers, has_tail=True)
+        chunks = [chunk for there in found if (chunk := there[number - 1]) is not None]
+        if len(chunks) == len(rows):
+            for (row, held), chunk in zip(rows.items(), chunks, strict=True):
+                rows[row] = held._replace(chunks=[*held.chunks, chunk], has_tail=True)
             return number
     return 0
 

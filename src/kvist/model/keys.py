@@ -34,6 +34,8 @@ DIGEST_NBYTES: Final = 16
 FIELD_NBYTES_MAX: Final = 4096
 """Longest text in a key: model names, revisions, adapters, salts, media identifiers."""
 _TOKEN_MAX: Final = 2**31 - 1
+_TAIL_MARK: Final = (-1).to_bytes(4, "little", signed=True)
+"""Stands where a chunk has its first token; no token is that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +145,14 @@ def tail_digests(
 ) -> bytes:
     """Hash the first block of ``tokens`` onto ``parent``, then the first two, and so on: the tails that may follow it.
 
-    ``tokens[0]`` stands at position ``start``, and ``parent`` is the digest of all before it. A tail is no chunk and no
-    link of the chain, so its digest is marked, with its length. Returns the digests as ``chain_digests`` does.
+    ``tokens[0]`` stands at position ``start``, and ``parent`` is the digest of all before it. A tail is no link of the
+    chain, so what is hashed begins as no link does, and with the number of tokens. Returns the digests as
+    ``chain_digests`` does; a partial last block has none.
     """
     assert block_tokens > 0
     tails = bytearray()
     for num_tokens in range(block_tokens, len(tokens) + 1, block_tokens):
-        hasher = hashlib.sha256(parent + _text("tail", str(num_tokens)) + tokens[:num_tokens].tobytes())
+        hasher = hashlib.sha256(parent + _TAIL_MARK + num_tokens.to_bytes(8, "big") + tokens[:num_tokens].tobytes())
         for item in media:
             hasher.update(_place(item, start, num_tokens))
         tails += hasher.digest()[:DIGEST_NBYTES]

@@ -18,9 +18,9 @@ from kvist.wire import messages as wire
 
 _KINDS = {kind.value: kind for kind in GroupKind}
 _INT64_MAX = 2**63 - 1
-_TAILS_MAX: Final = 256
 _KEYS_MAX: Final = 1 << 20
-"""Most keys in one lookup: its digests, times the rows of all groups."""
+"""Most keys in one lookup: its digests, times the rows of all groups. As many again may be those of its tails."""
+_TAILS_MAX: Final = _KEYS_MAX // ROWS_MAX
 
 
 def parse_digests(packed: bytes) -> list[Digest]:
@@ -63,13 +63,14 @@ def parse_tails(request: wire.Lookup, needs: Sequence[Need]) -> list[Digest]:
     """Read the tails that a lookup asks for.
 
     Raises:
-        Malformed: no whole number of them, or too many, or some group needs no whole prefixes.
+        Malformed: no whole number of them, or too many, or some group is not of kind ``full``.
     """
     tails = parse_digests(request.tails)
-    if tails and any(need.kind is not GroupKind.FULL for need in needs):
-        raise Malformed(f"{len(tails)} tails behind groups of kinds {[need.kind.value for need in needs]}")
     if len(tails) > _TAILS_MAX:
         raise Malformed(f"{len(tails)} tails; at most {_TAILS_MAX}")
+    others = {need.kind.value for need in needs if need.kind is not GroupKind.FULL}
+    if tails and others:
+        raise Malformed(f"{len(tails)} tails behind groups of kinds {sorted(others)}; only kind 'full' has tails")
     return tails
 
 

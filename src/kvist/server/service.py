@@ -249,7 +249,7 @@ class CacheService:
         held = parse_tail(whole, request.tail_blocks)
         digests = parse_digests(request.digests)
         if request.tail_blocks and len(digests) != 1:
-            raise Malformed(f"{len(digests)} digests of one tail")
+            raise Malformed(f"{len(digests)} digests of a tail of {request.tail_blocks} blocks; it has one")
         block_ids = parse_blocks(request.block_ids, held, len(digests))
         parent_digests = parse_digests(request.parent)
         if len(parent_digests) > (held.group.kind is GroupKind.FULL):

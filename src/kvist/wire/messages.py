@@ -232,7 +232,7 @@ class Received(msgspec.Struct, frozen=True, tag="received"):
 class LookupReply(msgspec.Struct, frozen=True, tag="lookup_reply"):
     """A prefix of ``num_chunks`` chunks can be served.
 
-    What that needs of each row is held under ``lease``, which is empty if there is no such prefix.
+    What that needs of each row is held under ``lease``, which is empty if there is neither a chunk nor a tail.
     """
 
     id: int

@@ -32,7 +32,10 @@ class Known:
 
 
 class Forest(RuleBasedStateMachine):
-    """Drives an index and a plain tree side by side. A slot is a running number; its bytes are 100 + the number."""
+    """Drives an index and a plain tree side by side.
+
+    A slot is a running number; its bytes are 100 + the number, of which a tail fills half.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,15 +56,17 @@ class Forest(RuleBasedStateMachine):
     def begin(self) -> None:
         assert self.index.evict() is None
 
-    @rule(path=st.sampled_from(PATHS))
-    def reserve(self, path: Path) -> None:
+    @rule(path=st.sampled_from(PATHS), is_tail=st.booleans())
+    def reserve(self, path: Path, *, is_tail: bool) -> None:
         parent = self.present.get(path[:-1])
         if path in self.present or (len(path) > 1 and parent is None):
             return
         self.num_slots += 1
         self.live_slots.add(self.num_slots)
         above = parent.chunk if parent else None
-        chunk = self.index.reserve(ChunkKey(bytes(path)), above, self.num_slots, 100 + self.num_slots)
+        slot_nbytes = 100 + self.num_slots
+        nbytes = slot_nbytes // 2 if is_tail else slot_nbytes
+        chunk = self.index.reserve(ChunkKey(bytes(path)), above, self.num_slots, nbytes, slot_nbytes)
         self.now += 1
         known = self.present[path] = Known(path, chunk, self.num_slots, parent, last_used=self.now)
         if parent:
@@ -318,3 +323,30 @@ def test_dropped_chunks_give_their_slots_back_with_the_last_hold():
     assert len(cache.free) == 3
     cache.index.check_invariants()
     assert cache.store("a1", "a2")[1] is not chunks[1]
+
+
+WAYS_OUT = {
+    "aborted": lambda index, chunk: index.abort(chunk),
+    "dropped while it is written, then sealed": lambda index, chunk: (index.drop(chunk), index.seal(chunk, b"")),
+    "dropped while it is written, then aborted": lambda index, chunk: (index.drop(chunk), index.abort(chunk)),
+    "dropped": lambda index, chunk: (index.seal(chunk, b""), index.drop(chunk)),
+    "dropped with its parent": lambda index, chunk: (index.seal(chunk, b""), index.drop(chunk.parent)),
+    "evicted": lambda index, chunk: (index.seal(chunk, b""), index.evict()),
+    "doomed": lambda index, chunk: (
+        index.seal(chunk, b""), index.pin(chunk), index.drop(chunk), index.unpin(chunk)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way_out", WAYS_OUT)
+def test_a_slot_comes_back_as_large_as_it_was_given_out(way_out: str):
+    """Whatever becomes of a tail, what is freed is its slot, once, and not the part of it that the tail fills."""
+    freed: list[tuple[int, int]] = []
+    index = ChunkIndex(LeastRecentlyUsed(), lambda slot, nbytes: freed.append((slot, nbytes)))
+    parent = index.reserve(ChunkKey(b"a1"), None, 7, 300, 300)
+    index.seal(parent, b"")
+    tail = index.reserve(ChunkKey(b"tail"), parent, 8, 100, 300)
+    assert (tail.nbytes, tail.slot_nbytes) == (100, 300)
+    WAYS_OUT[way_out](index, tail)
+    assert freed == ([(8, 300), (7, 300)] if way_out == "dropped with its parent" else [(8, 300)])
+    index.check_invariants()

@@ -31,7 +31,7 @@ class Held:
     session: int
     deadline: float
     num_chunks: dict[int, int]
-    """Of each shard, from its first."""
+    """Of each shard, from its first, the tail included."""
     unclaimed: Counter[int]
     reading: list[int] = field(default_factory=list)
     is_over: bool = False
@@ -68,19 +68,28 @@ class Leases(RuleBasedStateMachine):
         self.known: list[Held] = []
 
     @rule(
-        wanted=st.lists(st.tuples(st.integers(0, NUM_CHUNKS), st.integers(1, 3)), min_size=1, max_size=2),
+        wanted=st.lists(
+            st.tuples(st.integers(0, NUM_CHUNKS), st.integers(1, 3), st.booleans()), min_size=1, max_size=2
+        ),
         session=st.integers(0, 3),
     )
-    def grant(self, wanted: list[tuple[int, int]], session: int) -> None:
+    def grant(self, wanted: list[tuple[int, int, bool]], session: int) -> None:
+        """Grant what is wanted of each shard: chunks, of which the last may be a tail, and readers."""
         engine = "xy"[session // 2]
         rows = {
-            Row(0, shard): leases.Held(0, self.rows[shard][:num_chunks], num_readers)
-            for shard, (num_chunks, num_readers) in enumerate(wanted)
+            Row(0, shard): leases.Held(0, self.rows[shard][:num_chunks], num_readers, has_tail and num_chunks > 0)
+            for shard, (num_chunks, num_readers, has_tail) in enumerate(wanted)
         }
         lease = self.table.grant(rows, session=SessionId(session), engine_id=engine, now=self.now)
         assert lease.id not in {held.lease.id for held in self.known}
-        unclaimed = Counter({shard: num_readers for shard, (num, num_readers) in enumerate(wanted) if num})
-        held = {shard: num_chunks for shard, (num_chunks, _) in enumerate(wanted)}
+        unclaimed = Counter(
+            {
+                shard: num_readers * (2 if has_tail and num > 1 else 1)
+                for shard, (num, num_readers, has_tail) in enumerate(wanted)
+                if num
+            }
+        )
+        held = {shard: num_chunks for shard, (num_chunks, _, _) in enumerate(wanted)}
         self.known.append(Held(lease, engine, session, self.now + TTL_S, held, unclaimed))
 
     @precondition(lambda self: self.known)
@@ -260,3 +269,33 @@ def test_a_row_that_holds_nothing_is_not_waited_for(index: ChunkIndex, table: Le
     table.claim(lease, row=Row(0, 0))
     table.land(lease)
     assert len(table) == 0
+
+
+@pytest.mark.parametrize("num_readers", [1, 3])
+@pytest.mark.parametrize(
+    ("num_chunks", "has_tail", "num_parts"),
+    [(0, False, 0), (NUM_CHUNKS, False, 1), (1, True, 1), (NUM_CHUNKS, True, 2)],
+    ids=["nothing", "whole chunks", "a tail alone", "whole chunks and a tail"],
+)
+def test_a_tail_is_claimed_apart(
+    index: ChunkIndex, table: LeaseTable, num_chunks: int, num_readers: int, num_parts: int, *, has_tail: bool
+):
+    """Each reader of a row has a claim on its whole chunks and one on its tail, of those that there are.
+
+    The lease ends when all of them have landed, and not before.
+    """
+    held = leases.Held(0, sealed_rows(index)[0][:num_chunks], num_readers, has_tail)
+    assert held.num_claims == num_readers * num_parts
+    row = Row(0, 0)
+    lease = table.grant({row: held}, session=SessionId(1), engine_id="x", now=0.0)
+    for number in range(held.num_claims):
+        table.claim(table.find(lease.id, engine_id="x", row=row), row=row)
+        if number % 2:
+            table.land(lease)
+        assert (len(table), index.stats().num_pinned) == (1, num_chunks)
+    with pytest.raises(LeaseClaimed, match=str(row)):
+        table.find(lease.id, engine_id="x", row=row)
+    for _ in range(lease.num_reading):
+        assert (len(table), index.stats().num_pinned) == (1, num_chunks)
+        table.land(lease)
+    assert (len(table), index.stats().num_pinned) == ((0, 0) if num_parts else (1, 0))

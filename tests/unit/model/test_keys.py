@@ -20,6 +20,7 @@ from kvist.model.keys import (
     chunk_keys,
     root_digest,
     split_digests,
+    tail_digests,
 )
 
 LLAMA = Namespace(
@@ -39,6 +40,8 @@ ROOT_SALT = "a84585d7a154714bfbc8d087224e31fa"
 ROOT_ADAPTER_SALT = "1215e0db4a551aa3d2a96b7925714bb6"
 CHAIN = "bc084243abbad4596e8de2b216d8b677cf116cc5caa5c86cedc9a2a6ca75e50a"
 CHAIN_MEDIA = "e03c8b124ea7a04183aa3de3d51cc436028183d7cb4d959d3a346bc49552b49e"
+TAILS = "4b2e422d909e3857f2e9b319f7db957668b5e5f2ae95c71198ada88b92333393"
+TAILS_MEDIA = "e5973af5b03bd44f337ae50dcee15144db6ef6f06a0988be6da753fe08156826"
 
 
 def reference_text(value: str) -> bytes:
@@ -57,14 +60,30 @@ def reference_chain(root: bytes, tokens: list[int], width: int, media: tuple[Med
     chain, link = b"", root
     for first in range(0, len(tokens) // width * width, width):
         written = link + b"".join(token.to_bytes(4, "little") for token in tokens[first : first + width])
-        for item in media:
-            if set(range(item.start, item.start + item.num_tokens)) & set(range(first, first + width)):
-                written += reference_text(item.identifier)
-                written += (item.start - first).to_bytes(8, "big", signed=True)
-                written += item.num_tokens.to_bytes(8, "big")
-        link = hashlib.sha256(written).digest()[:16]
+        link = hashlib.sha256(written + reference_media(first, width, media)).digest()[:16]
         chain += link
     return chain
+
+
+def reference_tails(
+    parent: bytes, tokens: list[int], width: int, first: int = 0, media: tuple[MediaItem, ...] = ()
+) -> bytes:
+    tails = b""
+    for length in range(width, len(tokens) + 1, width):
+        written = parent + b"\xff\xff\xff\xff" + length.to_bytes(8, "big")
+        written += b"".join(token.to_bytes(4, "little") for token in tokens[:length])
+        tails += hashlib.sha256(written + reference_media(first, length, media)).digest()[:16]
+    return tails
+
+
+def reference_media(first: int, length: int, media: tuple[MediaItem, ...]) -> bytes:
+    written = b""
+    for item in media:
+        if set(range(item.start, item.start + item.num_tokens)) & set(range(first, first + length)):
+            written += reference_text(item.identifier)
+            written += (item.start - first).to_bytes(8, "big", signed=True)
+            written += item.num_tokens.to_bytes(8, "big")
+    return written
 
 
 def test_roots_are_the_golden_ones():
@@ -87,6 +106,16 @@ def test_chains_are_the_golden_ones():
         assert len(bytes.fromhex(golden)) == 2 * 16
         assert chain_digests(root, as_tokens(tokens), 4, media=media).hex() == golden
         assert reference_chain(root, tokens, 4, media).hex() == golden
+
+
+def test_tails_are_the_golden_ones():
+    """The tails behind a prompt's chunks are these bytes, with and without media; a partial last block has none."""
+    tokens = list(range(108, 113))
+    parent = Digest(bytes.fromhex(CHAIN)[16:])
+    for golden, media in ((TAILS, ()), (TAILS_MEDIA, (MediaItem("sha256:cafe", start=7, num_tokens=2),))):
+        assert len(bytes.fromhex(golden)) == 2 * 16
+        assert tail_digests(parent, as_tokens(tokens), 2, start=8, media=media).hex() == golden
+        assert reference_tails(parent, tokens, 2, 8, media).hex() == golden
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
@@ -180,6 +209,77 @@ def test_a_chain_resumes(prompt: tuple[list[int], int], media: list[MediaItem], 
     parent = Digest((root + whole)[num_known * 16 : num_known * 16 + 16])
     rest = chain_digests(parent, tokens[num_known * width :], width, start=num_known * width, media=media)
     assert whole[: num_known * 16] + rest == whole
+
+
+@given(tokens_and_width, media_items, st.data())
+def test_tails_are_what_the_format_says(prompt: tuple[list[int], int], media: list[MediaItem], data: st.DataObject):
+    """Any prompt's tails, wherever it begins, are those of the plain re-implementation."""
+    tokens, width = prompt
+    start = data.draw(st.integers(0, 24))
+    expected = reference_tails(b"r" * 16, tokens, width, start, tuple(media))
+    assert tail_digests(Digest(b"r" * 16), as_tokens(tokens), width, start=start, media=media) == expected
+
+
+# Tokens whose bytes are those of other fields: the lengths of a tail, and of texts and places.
+twisted_tokens = st.lists(st.sampled_from([0, 1, 2, 3, 1 << 24, 2 << 24, 3 << 24, 2**31 - 1]), max_size=12)
+
+
+@given(st.lists(st.tuples(twisted_tokens, media_items), min_size=1, max_size=8), st.integers(1, 4))
+def test_a_tail_is_no_chunk_and_no_other_tail(prompts: list[tuple[list[int], list[MediaItem]]], width: int):
+    """Behind one parent, two digests are equal only of the same tokens and media, as a tail or as a chunk."""
+    parent, named = Digest(b"r" * 16), {}
+    for tokens, media in prompts:
+        for length in range(width, len(tokens) + 1, width):
+            for is_tail in (False, True):
+                make, part = (tail_digests if is_tail else chain_digests), as_tokens(tokens[:length])
+                made = split_digests(make(parent, part, width if is_tail else length, media=media))[-1]
+                inside = tuple(item for item in media if item.start < length)
+                named.setdefault(made, set()).add((is_tail, tuple(tokens[:length]), inside))
+    assert all(len(meanings) == 1 for meanings in named.values())
+
+
+def test_media_are_not_read_as_tokens():
+    """A tail with an image is not the longer tail whose last tokens are the bytes that stand for the image."""
+    parent, image = Digest(b"r" * 16), MediaItem("abcd", 0, 1)
+    posing = np.frombuffer(reference_media(0, 1, (image,)), dtype="<i4")
+    assert len(posing) == 6
+    (short,) = split_digests(tail_digests(parent, as_tokens([5]), 1, media=[image]))
+    longer = split_digests(tail_digests(parent, as_tokens([5, *posing]), 1))
+    assert short not in longer
+
+
+@given(tokens_and_width, media_items)
+def test_no_link_of_a_chain_is_a_tail(prompt: tuple[list[int], int], media: list[MediaItem]):
+    """The tails behind all links of a prompt's chain, those as long as a chunk included, are none of its links."""
+    tokens, width = as_tokens(prompt[0]), prompt[1]
+    root = root_digest(LLAMA)
+    links = [root, *split_digests(chain_digests(root, tokens, width, media=media))]
+    tails = [
+        tail
+        for number, link in enumerate(links)
+        for tail in split_digests(tail_digests(link, tokens[number * width :], 1, start=number * width, media=media))
+    ]
+    assert len({*links, *tails}) == len(links) + len(tails)
+
+
+def test_media_inside_a_tail_matter_and_others_do_not():
+    """An image changes the tails that it reaches into, and only these; where it stands inside them counts."""
+
+    def tails(*media: MediaItem) -> list[Digest]:
+        parent = root_digest(LLAMA)
+        return split_digests(tail_digests(parent, as_tokens(range(6)), 2, start=8, media=media))
+
+    assert tails() == tails(MediaItem("dog", 0, 8)) == tails(MediaItem("dog", 14, 2))
+    for item, num_equal in (
+        (MediaItem("dog", 13, 9), 2),
+        (MediaItem("dog", 11, 1), 1),
+        (MediaItem("dog", 10, 1), 1),
+        (MediaItem("dog", 9, 1), 0),
+        (MediaItem("dog", 0, 9), 0),
+    ):
+        assert [a == b for a, b in zip(tails(), tails(item), strict=True)] == [n < num_equal for n in range(3)]
+    inside = [MediaItem("dog", 9, 2), MediaItem("cat", 9, 2), MediaItem("dog", 8, 3), MediaItem("dog", 9, 3)]
+    assert len({tails(item)[0] for item in inside}) == len(inside)
 
 
 @given(tokens_and_width, st.data())

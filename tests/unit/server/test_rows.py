@@ -109,13 +109,13 @@ def test_each_row_holds_what_its_group_needs(daemon: SimulatedDaemon):
 
 
 def test_chunks_have_the_size_of_their_row(daemon: SimulatedDaemon):
-    """The reply to a registration names each row's: a short window and a state keep one block of two."""
+    """The reply to a registration names each row's: a short window and a state keep one block of three."""
     engine = SimulatedEngine(
         daemon, nhd(SHAPE), chunk_tokens=CHUNK_TOKENS,
         more=[(Row(1, 0), short(nhd)(SHAPE)), (Row(2, 0), recurrent(nhd)(SHAPE))],
     )  # fmt: skip
     block = nhd(SHAPE).group.block_nbytes
-    assert answer(engine, engine.register()) == wire.Registered(1, [2 * block, block, block])
+    assert answer(engine, engine.register()) == wire.Registered(1, [3 * block, block, block])
     assert store(engine, 1, "a").num_stored == 1
     assert daemon.status().counters["bytes_stored"] == block
 
