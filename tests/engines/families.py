@@ -29,8 +29,6 @@ class Family:
     name: str
     kinds: frozenset[str] = frozenset({"full"})
     """The kinds of its groups of layers."""
-    is_served: bool = True
-    """Whether kvist serves it; an engine of another family runs without a cache, and its log says why."""
     chunk_tokens: int = 128
     window: int = 0
     """Tokens of its window, if it has layers with one."""
@@ -159,6 +157,5 @@ def answer_each(
 
 
 def hits_by_kind(status: wire.StatusReply) -> dict[str, int]:
-    """Return how many chunks the daemon gave back, by kind of group; all as ``any`` where it tells none apart."""
-    kinds = {name.removeprefix(_LOADED): count for name, count in status.counters.items() if name.startswith(_LOADED)}
-    return kinds or {"any": status.counters.get("chunks_loaded", 0)}
+    """Return how many chunks the daemon gave back, by kind of group."""
+    return {name.removeprefix(_LOADED): count for name, count in status.counters.items() if name.startswith(_LOADED)}

@@ -196,7 +196,7 @@ def test_engine_runs_without_a_daemon_and_with_wrong_options(tmp_path: Path, sta
     cases = [
         ({}, {"kv_load_failure_policy": "fail"}, ["no kvist daemon answers", '"kv_load_failure_policy":"recompute"']),
         ({"no_such": 1}, {}, ["no_such"]),
-        ({"chunk_tokens": 200}, {}, ["200 is no multiple of the engine's block of 128"]),
+        ({"chunk_tokens": 200}, {}, ["200 is no multiple of the engine's blocks of 128 tokens"]),
     ]
     answers = []
     for kvist, transfer, texts in cases:
