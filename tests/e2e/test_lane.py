@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvist.client.client import Pending
-from kvist.errors import DeviceError, LayoutError, Unreachable
+from kvist.errors import DeviceError, LayoutError, PoolKept, Unreachable
 from kvist.wire import messages as wire
 from tests.support.copier import NBYTES, ROOT
 from tests.support.daemon import Daemon
@@ -321,7 +321,7 @@ def test_without_a_daemon_registering_fails_at_once(tmp_path: Path):
 def test_a_refusal_is_raised_with_its_words(tmp_path: Path):
     """A daemon that gives no engine its pool says so, and what is submitted nevertheless is answered."""
     with Daemon(tmp_path, arguments=["--isolate"]) as daemon, LaneEngine(daemon.path) as engine:
-        with pytest.raises(LayoutError, match="--isolate"):
+        with pytest.raises(PoolKept, match="--isolate"):
             engine.lane.register(20)
         assert isinstance(engine.store(NAMES), wire.Error)
         engine.fences.check_all_back()
@@ -343,14 +343,18 @@ def broken(fd: int, nbytes: int) -> TwinDevice:
 
 
 @pytest.mark.parametrize(
-    ("make_device", "words"),
-    [(Unholdable, "no such accelerator"), (unmakeable, "for pool True"), (broken, "greater than file size")],
+    ("make_device", "error", "words"),
+    [
+        (Unholdable, DeviceError, "no such accelerator"),
+        (unmakeable, DeviceError, "for pool True"),
+        (broken, LayoutError, "greater than file size"),
+    ],
 )
-def test_a_device_that_cannot_be_opened(daemon: Daemon, make_device, words: str):
+def test_a_device_that_cannot_be_opened(daemon: Daemon, make_device, error: type[Exception], words: str):
     """The device's words are raised, nothing stays open, and orders are declined: the daemon keeps no slot for them."""
     with LaneEngine(daemon.path, make_device=make_device) as engine:
         early, _ = engine.submit_store(NAMES)
-        with pytest.raises(LayoutError, match=words):
+        with pytest.raises(error, match=words):
             engine.lane.register(20)
         for reply in (early, engine.submit_store(("other",))[0]):
             wait_over(reply)

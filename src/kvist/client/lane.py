@@ -376,8 +376,8 @@ class EngineLane:
             assert isinstance(self._registered, wire.Registered)
             self._outcome = self._registered
         elif isinstance(error, KvistError):
-            self._outcome = error
-            logger.warning("pool not opened: %s", error)
+            self._outcome = type(error)(str(error))  # Without a traceback, whose frames hold the device.
+            logger.warning("pool not opened: %s", self._outcome)
         else:
             self._outcome = LayoutError(f"fault while the pool was opened: {error!r}")
             logger.error("fault while opening the pool", exc_info=error)
