@@ -343,18 +343,14 @@ def broken(fd: int, nbytes: int) -> TwinDevice:
 
 
 @pytest.mark.parametrize(
-    ("make_device", "error", "words"),
-    [
-        (Unholdable, DeviceError, "no such accelerator"),
-        (unmakeable, DeviceError, "for pool True"),
-        (broken, LayoutError, "greater than file size"),
-    ],
+    ("make_device", "words"),
+    [(Unholdable, "no such accelerator"), (unmakeable, "for pool True"), (broken, "greater than file size")],
 )
-def test_a_device_that_cannot_be_opened(daemon: Daemon, make_device, error: type[Exception], words: str):
+def test_a_device_that_cannot_be_opened(daemon: Daemon, make_device, words: str):
     """The device's words are raised, nothing stays open, and orders are declined: the daemon keeps no slot for them."""
     with LaneEngine(daemon.path, make_device=make_device) as engine:
         early, _ = engine.submit_store(NAMES)
-        with pytest.raises(error, match=words):
+        with pytest.raises(LayoutError if make_device is broken else DeviceError, match=words):
             engine.lane.register(20)
         for reply in (early, engine.submit_store(("other",))[0]):
             wait_over(reply)
