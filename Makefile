@@ -24,11 +24,11 @@ check: $(VENV)/.ready
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-engines: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready $(FAMILIES:%=$(MODELS)/%/.ready)
+engines: $(VENV)/.ready $(VLLM)/.ready $(patsubst %,$(MODELS)/%/.ready,smollm2 llama qwen3 gemma3)
 	$(VENV)/bin/python -m pytest tests/engines --ignore tests/engines/test_families.py --timeout 900
 
 # All of them, or with ONLY="gemma3 or lfm2" some.
-families: $(VENV)/.ready $(VLLM)/.ready $(FAMILIES:%=$(MODELS)/%/.ready)
+families: $(VENV)/.ready $(VLLM)/.ready $(patsubst %,$(MODELS)/%/.ready,$(or $(filter $(FAMILIES),$(ONLY)),$(FAMILIES)))
 	$(VENV)/bin/python -m pytest tests/engines/test_families.py --timeout 900 $(if $(ONLY),-k "$(ONLY)")
 
 # With the Python at hand, where CUDA and its packages are installed already: PYTHON=python3 PYTHONPATH=src
