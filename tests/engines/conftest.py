@@ -14,23 +14,26 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools" / "vllm"))
 
 from child import EngineProcess, engine_options  # noqa: E402
-from tests.engines.families import FAMILIES  # noqa: E402
 from tests.support.daemon import Daemon  # noqa: E402
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 MODELS = ROOT / ".models"
+MODELS_OF_ALL = ("smollm2", "llama", "qwen3", "gemma3")
+"""Those that tests need which are not of one family of models."""
 CHUNK_TOKENS = 128
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = "vLLM is not installed in .venv-vllm, or its models are missing; `make engines` sets both up"
-    names = ["smollm2", *(family.name for family in FAMILIES)]
-    is_there = PYTHON.exists() and all((MODELS / name / ".ready").exists() for name in names)
+    reason = (
+        "vLLM is not installed in .venv-vllm, or a model is missing; `make engines` and `make families` set both up"
+    )
     for item in items:
         if Path(item.fspath).parent == Path(__file__).parent:
             item.add_marker(pytest.mark.engines)
             item.add_marker(pytest.mark.timeout(900))
-            if not is_there:
+            family = item.callspec.params.get("run") if hasattr(item, "callspec") else None
+            names = [family.name] if family is not None else MODELS_OF_ALL
+            if not PYTHON.exists() or not all((MODELS / name / ".ready").exists() for name in names):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
