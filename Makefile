@@ -25,9 +25,9 @@ check: $(VENV)/.ready
 	$(VENV)/bin/lint-imports
 
 engines: $(VENV)/.ready $(VLLM)/.ready $(patsubst %,$(MODELS)/%/.ready,smollm2 llama qwen3 gemma3)
-	$(VENV)/bin/python -m pytest tests/engines --ignore tests/engines/test_families.py --timeout 900
+	$(VENV)/bin/python -m pytest tests/engines --ignore tests/engines/test_families.py --timeout 900 $(if $(ONLY),-k "$(ONLY)")
 
-# All of them, or with ONLY="gemma3 or lfm2" some.
+# All of them, or with ONLY="gemma3 or lfm2" some; so for the engines.
 families: $(VENV)/.ready $(VLLM)/.ready $(patsubst %,$(MODELS)/%/.ready,$(or $(filter $(FAMILIES),$(ONLY)),$(FAMILIES)))
 	$(VENV)/bin/python -m pytest tests/engines/test_families.py --timeout 900 $(if $(ONLY),-k "$(ONLY)")
 

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "default",
     deadline=None,
-    max_examples=80,
+    max_examples=60,
     print_blob=True,
     # Contract suites are inherited by each implementation's class: their methods run on several classes.
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors],
