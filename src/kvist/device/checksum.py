@@ -17,6 +17,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvist.units import ceil_div
+
 MULTIPLIERS: Final = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], dtype=np.uint64
 )
@@ -27,7 +29,7 @@ def vector_checksum(data: bytes | memoryview | npt.NDArray[np.uint8], *, offset:
     """Return the checksum of a piece that lies ``offset`` bytes, a multiple of 16, behind its chunk's start."""
     assert offset % _VECTOR_NBYTES == 0
     found = np.frombuffer(data, dtype=np.uint8)
-    vectors = np.zeros((-(-len(found) // _VECTOR_NBYTES), 4), dtype="<u4")
+    vectors = np.zeros((ceil_div(len(found), _VECTOR_NBYTES), 4), dtype="<u4")
     vectors.view(np.uint8).reshape(-1)[: len(found)] = found
     with np.errstate(over="ignore"):
         dots = (vectors.astype(np.uint64) * MULTIPLIERS).sum(axis=1, dtype=np.uint64)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvist.errors import LayoutError
 from kvist.model.layout import GroupKind, Int64s, LayerGroup
 from kvist.model.rows import ROWS_MAX
+from kvist.units import ceil_div
 
 _Length = TypeVar("_Length", int, Int64s)
 
@@ -37,8 +38,7 @@ class Need:
     """Workers that will read each of its rows: more than one where KV is replicated."""
 
     def __post_init__(self) -> None:
-        has_span = self.kind in (GroupKind.WINDOW, GroupKind.CHUNKED)
-        if (self.span is not None) is not has_span or (self.span is not None and self.span < 1):
+        if (self.span is not None) is not self.kind.has_window or (self.span is not None and self.span < 1):
             raise LayoutError(
                 f"a group of kind {self.kind.value!r} that needs a span of {self.span} chunks; groups of kind 'window' "
                 f"and 'chunked' have one of 1 or more, the others have none"
@@ -58,7 +58,7 @@ def need_of(group: LayerGroup, chunk_tokens: int, *, num_shards: int = 1, num_re
     """
     if group.window is None:
         return Need(group.kind, None, num_shards, num_readers)
-    span = -(-group.window // chunk_tokens)
+    span = ceil_div(group.window, chunk_tokens)
     if group.kind is GroupKind.CHUNKED and group.window % chunk_tokens and chunk_tokens % group.window:
         raise LayoutError(
             f"attention chunks of {group.window} tokens do not end where chunks of {chunk_tokens} do; set chunk_tokens "

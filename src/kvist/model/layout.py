@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -42,8 +42,24 @@ class GroupKind(enum.Enum):
     RECURRENT = "recurrent"
     """One state, taken exactly at its end."""
 
+    @property
+    def has_window(self) -> bool:
+        """Whether only what lies in a window, or in an attention chunk, is looked at."""
+        return self in (GroupKind.WINDOW, GroupKind.CHUNKED)
 
-_KINDS_WITH_WINDOW = (GroupKind.WINDOW, GroupKind.CHUNKED)
+
+def first_overlap(nbytes: int, steps: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    """Look for a step that is shorter than what it steps over, so that pieces of ``nbytes`` might share bytes.
+
+    ``steps`` are counts and strides; the smaller must fit inside the larger. Returns a stride and the bytes that it
+    should clear, None where no two pieces share a byte.
+    """
+    extent = nbytes
+    for stride, count in sorted((stride, count) for count, stride in steps if count > 1):
+        if stride < extent:
+            return stride, extent
+        extent += (count - 1) * stride
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +87,8 @@ class LayerPlane:
             raise LayoutError(f"counts and row_nbytes must be positive: {self}")
         if min(self.memory, self.offset, *(stride for _, stride in self._steps())) < 0:
             raise LayoutError(f"offsets and strides must not be negative: {self}")
-        extent = self.row_nbytes
-        # The smaller step must fit inside the larger one, so that no two rows share a byte.
-        for stride, count in sorted((stride, count) for count, stride in self._steps() if count > 1):
-            if stride < extent:
-                raise LayoutError(f"a stride of {stride} bytes overlaps rows that span {extent}: {self}")
-            extent += (count - 1) * stride
+        if (overlap := first_overlap(self.row_nbytes, self._steps())) is not None:
+            raise LayoutError(f"a stride of {overlap[0]} bytes overlaps rows that span {overlap[1]}: {self}")
 
     @property
     def page_nbytes(self) -> int:
@@ -148,7 +160,7 @@ class LayerGroup:
         if self.block_tokens <= 0 or not self.planes:
             raise LayoutError(f"a group needs layers and a block of 1 token or more, not {self.block_tokens}")
         has_window = self.window is not None and self.window > 0
-        if has_window is not (self.kind in _KINDS_WITH_WINDOW) or (self.window is not None and not has_window):
+        if has_window is not self.kind.has_window or (self.window is not None and not has_window):
             raise LayoutError(
                 f"a group of kind {self.kind.value!r} with a window of {self.window} tokens; groups of kind 'window' "
                 f"and 'chunked' have one of 1 token or more, the others have none"
@@ -298,10 +310,5 @@ def _is_one_nest(ordered: Sequence[LayerPlane]) -> bool:
     first, step = ordered[0], ordered[1].offset - ordered[0].offset if len(ordered) > 1 else 0
     if any(replace(first, offset=first.offset + number * step) != plane for number, plane in enumerate(ordered)):
         return False
-    extent = first.row_nbytes
     steps = [(len(ordered), step), *first._steps()]  # noqa: SLF001 -- of the same module
-    for stride, count in sorted((stride, count) for count, stride in steps if count > 1):
-        if stride < extent:
-            return False
-        extent += (count - 1) * stride
-    return True
+    return first_overlap(first.row_nbytes, steps) is None

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from kvist.errors import LayoutError
-from kvist.model.layout import Int64s, LayerPlane
+from kvist.model.layout import Int64s, LayerPlane, first_overlap
 
 AXES: Final = {
     "NL": "layers",
@@ -65,7 +65,7 @@ class TensorView:
         _check_numbers(self)
         _check_merged(self, "PBS", "block_tokens", self.block_tokens)
         _check_merged(self, "NHHS", "num_heads", self.num_heads)
-        if not _is_apart(self.itemsize, zip(self.shape, self.strides, strict=True)):
+        if first_overlap(self.itemsize, zip(self.shape, self.strides, strict=True)) is not None:
             raise LayoutError(f"elements overlap: the strides {self.strides} of {self} are too small for its shape")
         _check_rows(self)
 
@@ -304,13 +304,3 @@ def _check_rows(view: TensorView) -> None:
             f"kernel blocks of {tokens} tokens, {token_stride} bytes apart, are {kernel_stride} bytes apart: no single "
             f"stride leads over a block's tokens; declare kernel blocks as NB and name them by kernel_blocks(): {view}"
         )
-
-
-def _is_apart(nbytes: int, steps: Iterable[tuple[int, int]]) -> bool:
-    """Return whether pieces of ``nbytes`` share none, shown by each step being as long as what the smaller span."""
-    extent = nbytes
-    for stride, count in sorted((stride, count) for count, stride in steps if count > 1):
-        if stride < extent:
-            return False
-        extent += (count - 1) * stride
-    return True

@@ -8,17 +8,13 @@ its front, and over those that the engine has itself; a store passes over the ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from kvist.adapters.vllm.groups import EngineGroup
 from kvist.adapters.vllm.layout import NULL_BLOCK
 from kvist.adapters.vllm.metadata import LoadPart
 from kvist.errors import InvalidBlocks
 from kvist.model.coverage import first_needed
-from kvist.model.layout import GroupKind
 from kvist.transfer.plan import stored_block_ids, stored_blocks_to_skip
-
-_KINDS_WITH_HOLES: Final = (GroupKind.WINDOW, GroupKind.CHUNKED)
 
 
 def first_loaded(group: EngineGroup, *, num_chunks: int, num_local_chunks: int) -> int:
@@ -43,7 +39,7 @@ def plan_load(
     )
     num_local_blocks = max(0, num_local_tokens // group.block_tokens - first * per_chunk)
     num_skipped = stored_blocks_to_skip(num_local_blocks, blocks_per_chunk=per_chunk, num_stored=num_stored)
-    if group.kind in _KINDS_WITH_HOLES:
+    if group.kind.has_window:
         while num_skipped < len(block_ids) and block_ids[num_skipped] == NULL_BLOCK:
             num_skipped += 1
     missing = block_ids[num_skipped:].count(NULL_BLOCK)

@@ -261,10 +261,7 @@ class SchedulerSide:
     def change_weights(self) -> None:
         """Serve nothing that was stored so far: it may belong to other weights, and nobody says to which."""
         weights = f"{self._namespace.weights}/changed in place {uuid.uuid4().hex}"
-        self._namespace = Namespace(
-            self._namespace.model, self._namespace.revision, self._namespace.dtype, self._namespace.layout,
-            self._namespace.shards, self._namespace.chunk_tokens, weights,
-        )  # fmt: skip
+        self._namespace = replace(self._namespace, weights=weights)
         self._roots.clear()
         for tracked in list(self._tracked.values()):
             # Its KV is of both weights: neither name would be true.

@@ -12,7 +12,7 @@ no byte in flight; a buffer is filled again only after it was drained; nothing i
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -146,20 +146,13 @@ class Pipe:
             if not turns.go_on():
                 return number
             buffer = self._take_buffer()  # Only its events are used: so many chunks may be under way.
-            places = zip(offsets, runs, sizes, strict=True)
-            pieces = [(slots[number] + offset, run, nbytes) for offset, run, nbytes in places]
+            in_slot = [slots[number] + offset for offset in offsets]
             if self._direction is Direction.GATHER:
                 self._launch_check(placed, number)
-                for batch in _batches(pieces):
-                    for slot, run, nbytes in batch:
-                        call("cuMemcpyDtoHAsync", slot, run, nbytes, self._link)
-                    self._pause_if(turns)
+                self._move("cuMemcpyDtoHAsync", zip(in_slot, runs, sizes, strict=True), turns)
                 call("cuEventRecord", buffer.drained, self._link)
             else:
-                for batch in _batches(pieces):
-                    for slot, run, nbytes in batch:
-                        call("cuMemcpyHtoDAsync", run, slot, nbytes, self._link)
-                    self._pause_if(turns)
+                self._move("cuMemcpyHtoDAsync", zip(runs, in_slot, sizes, strict=True), turns)
                 call("cuEventRecord", buffer.filled, self._link)
                 call("cuStreamWaitEvent", self.kernels, buffer.filled, 0)
                 self._launch_check(placed, number)
@@ -188,6 +181,18 @@ class Pipe:
             if part.is_last:
                 num_done = part.first_chunk + part.num_chunks
         return num_done
+
+    def _move(self, name: str, runs: Iterable[tuple[int, int, int]], turns: Turns) -> None:
+        """Let the link move runs: (target, source, bytes). It may rest after as many bytes as a shared slice has."""
+        moved_nbytes = 0
+        for target, source, nbytes in runs:
+            call(name, target, source, nbytes, self._link)
+            moved_nbytes += nbytes
+            if moved_nbytes >= SHARED_NBYTES_MAX:
+                self._pause_if(turns)
+                moved_nbytes = 0
+        if moved_nbytes:
+            self._pause_if(turns)
 
     def _pause_if(self, turns: Turns) -> None:
         """Leave the link idle for a moment, if others need it, without anybody waiting for it here."""
@@ -282,18 +287,6 @@ def _pieces(part: Slice, slots: Int64s) -> Iterator[tuple[int, int, int]]:
         chunk += 1
         nbytes = (chunk - first) * part.nbytes
         yield slot + part.start, (first - part.first_chunk) * part.chunk_stride + part.padding, nbytes
-
-
-def _batches(pieces: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut a row of copies (.., .., bytes) into batches between which the link may pause."""
-    batch: list[tuple[int, int, int]] = []
-    for piece in pieces:
-        batch.append(piece)
-        if sum(nbytes for _, _, nbytes in batch) >= SHARED_NBYTES_MAX:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
 
 
 def _new_stream(stack: ExitStack, priority: int) -> Any:
