@@ -69,7 +69,6 @@ class Decode:
         return seconds * 1e3
 
 
-Submit = Callable[[Callable[[int], wire.Request]], Pending]
 
 
 def beside(work: Callable[[], Any], begin: Callable[[], Pending], poll: Callable[[], None]) -> tuple[list[Any], float]:
@@ -99,23 +98,20 @@ def count_loops(seconds: float = 0.01) -> float:
     return count / seconds
 
 
-def measure(
-    name: str, case: Case, submit: Submit, poll: Callable[[], None], decode: Decode, kinds: Sequence[str]
-) -> None:
+def measure(name: str, case: Case, decode: Decode, kinds: Sequence[str]) -> None:
     """Measure one lane."""
+    poll = case.lane.poll
 
     def store() -> Pending:
-        keys, places = case.digests(), case.blocks()
-        return submit(lambda i: wire.Store(i, keys, b"", places))
+        return case.store(case.digests(), case.blocks())
 
     def load() -> Pending:
-        lease, places = case.lease(loaded), case.blocks()
-        return submit(lambda i: wire.Retrieve(i, lease, 0, places))
+        return case.retrieve(case.find(loaded), case.blocks())
 
     for kind in kinds:
         begin = store if kind == "store" else load
         loaded, blocks = case.digests(), case.blocks()
-        pending = submit(lambda i, keys=loaded, places=blocks: wire.Store(i, keys, b"", places))
+        pending = case.store(loaded, blocks)
         while not pending.is_over:
             poll()
         alone = [decode.step_ms() for _ in range(STEPS)]
@@ -142,16 +138,15 @@ def main() -> None:
     decode = Decode(33 << 30)
     with daemon("16GiB") as (socket, _):
         engine = GpuEngine(socket, LLAMA_8B[1], 400, chunk_tokens=CHUNK_TOKENS, name=LLAMA_8B[1].name)
-        case = Case(engine, TOKENS)
         # As fast as the link allows, within the default budget, and with the link never left idle for the steps' sake.
         budgets = {"engine lane": math.inf, "engine lane, governed": 0.03, "engine lane, not shared": None}
         for name, budget in budgets.items() if "engine" in arguments.lanes else ():
             decode.governor = Governor(budget or math.inf)
             lane = start_lane(socket, engine, decode.governor if budget else None)
-            measure(name, case, lane.submit, lane.poll, decode, ["store"] if budget == 0.03 else ["store", "load"])
+            measure(name, Case(engine, TOKENS, lane), decode, ["store"] if budget == 0.03 else ["store", "load"])
             lane.close()
         if "daemon" in arguments.lanes:
-            measure("daemon lane", case, engine.client.submit, engine.client.poll, decode, ["store", "load"])
+            measure("daemon lane", Case(engine, TOKENS), decode, ["store", "load"])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from common import DEADLINE_S, daemon, make_digests, make_tokens, quartiles, rep
 from gpu import LLAMA_8B, MANY_LAYERS, OTHERS, GpuEngine, GpuLayout, Link, start_lane
 from kvist.client.client import Client, Pending
 from kvist.client.lane import EngineLane
+from kvist.client.planning import Places
 from kvist.device.cuda import driver
 from kvist.wire import messages as wire
 
@@ -46,22 +47,28 @@ class Case:
         num = self.num_tokens // self.engine.layout.block_tokens
         return self._rng.permutation(np.arange(1, self.engine.num_blocks, dtype="<i4"))[:num].tobytes()
 
-    def lease(self, digests: bytes) -> bytes:
+    def find(self, digests: bytes) -> wire.LookupReply:
         """Return a lease on stored chunks; an engine lane's store is over a moment before they can be found."""
         while True:
-            found = self.engine.client.call(lambda i: wire.Lookup(i, digests), DEADLINE_S)
+            found = self.engine.client.call(lambda i: wire.Lookup(i, digests, wants_places=True), DEADLINE_S)
             assert isinstance(found, wire.LookupReply), found
             if found.num_chunks == self.num_chunks:
-                return found.lease
+                return found
             self.engine.client.call(lambda i: wire.Release(i, found.lease), DEADLINE_S)
 
     def store(self, digests: bytes, blocks: bytes) -> Pending:
         """Begin a store."""
         return self.lane.submit(lambda i: wire.Store(i, digests, b"", blocks))
 
-    def retrieve(self, lease: bytes, blocks: bytes) -> Pending:
-        """Begin a retrieve."""
-        return self.lane.submit(lambda i: wire.Retrieve(i, lease, 0, blocks))
+    def retrieve(self, found: wire.LookupReply, blocks: bytes) -> Pending:
+        """Begin a retrieve, as the vLLM adapter does."""
+
+        def build(number: int) -> wire.Request:
+            return wire.Retrieve(number, found.lease, 0, blocks)
+
+        if isinstance(self.lane, EngineLane):
+            return self.lane.load(build, Places(found.places[0].slots, found.places[0].checksums))
+        return self.lane.submit(build)
 
     def wait_s(self, *begin: Callable[[], Pending]) -> float:
         """Return how long it takes until requests that are sent now are over, and well."""
@@ -91,10 +98,10 @@ def measure(name: str, case: Case, link: Link, rounds: int) -> None:
     for number in range(rounds + 1):
         digests, blocks, more = case.digests(), case.blocks(), case.blocks()
         store_s = case.wait_s(lambda: case.store(digests, blocks))
-        lease = case.lease(digests)
-        retrieve_s = case.wait_s(lambda: case.retrieve(lease, blocks))
-        lease, others = case.lease(digests), case.digests()
-        both_s = case.wait_s(lambda: case.store(others, blocks), lambda: case.retrieve(lease, more))
+        found = case.find(digests)
+        retrieve_s = case.wait_s(lambda: case.retrieve(found, blocks))
+        found, others = case.find(digests), case.digests()
+        both_s = case.wait_s(lambda: case.store(others, blocks), lambda: case.retrieve(found, more))
         if number:  # Tables and caches are filled by the first.
             for kind, seconds in (("store", store_s), ("retrieve", retrieve_s), ("both", both_s)):
                 series[kind].append(seconds)
@@ -124,9 +131,9 @@ def check(engine: GpuEngine, lane: Client | EngineLane) -> None:
     layer = engine.layout.num_layers // 2
     before = engine.read(layer)
     case.wait_s(lambda: case.store(digests, blocks))
-    lease = case.lease(digests)
+    found = case.find(digests)
     engine.clear(layer)
-    case.wait_s(lambda: case.retrieve(lease, blocks))
+    case.wait_s(lambda: case.retrieve(found, blocks))
     after = engine.read(layer)
     share = num_tokens / engine.layout.block_tokens / engine.num_blocks
     payload_nbytes = engine.layout.page_nbytes * engine.num_blocks

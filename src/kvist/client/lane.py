@@ -1,7 +1,8 @@
 """The engine lane: threads of ours in the engine's process, which talk to the daemon and copy to and from its pool.
 
 The laws: the engine's own thread hands requests over and never waits. A slot is touched only between the daemon's order
-and our answer to it, and every order is answered for as long as its connection stands. A request is over only when
+and our answer to it, and every order is answered for as long as its connection stands; but a load may read the slots
+that its lease says ahead of the order, and counts if the order then says the same. A request is over only when
 nothing of ours can touch its blocks any more: its copy has landed, or was never begun. The lane's thread waits for no
 copy and for no device, until it ends.
 """
@@ -15,7 +16,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,13 +25,13 @@ from typing import Final, Protocol
 import numpy as np
 
 from kvist.client.client import Build, Client, Pending
+from kvist.client.planning import Places, num_chunks_of, plan_load, plan_order
 from kvist.client.pool import LaneMemory, MakeDevice, OpenPool
 from kvist.errors import KvistError, LayoutError, Unreachable, refusal
 from kvist.model.rows import RowMemory
-from kvist.model.transfer import CHECKSUM_NBYTES, Direction, split_checksums
+from kvist.model.transfer import CopyPlan, Direction, split_checksums
 from kvist.transfer.executor import Job
 from kvist.transfer.governor import Governor
-from kvist.transfer.plan import parse_block_ids, plan_copy
 from kvist.wire import messages as wire
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Fences(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """One request on its way. Only the lane's thread writes to it."""
+    """One request on its way. Only the lane's thread writes to it, once it was handed over."""
 
     build: Build
     outer: Pending
@@ -68,6 +69,10 @@ class _Task:
     """What was sent last for it; None when there is nothing left to do."""
     job: Job | None = None
     """The copy that is running."""
+    places: Places | None = None
+    """What a copy was begun with that no order has confirmed yet."""
+    landed: Job | None = None
+    """The copy, when it is over. The device's thread writes it."""
     connection: int = 0
     """Which one its order came over."""
     answer: Callable[[int], wire.CopyDone] | None = None
@@ -113,14 +118,37 @@ class EngineLane:
     # ── called by the engine's thread ───────────────────────────────────────────────────────────────────────────
 
     def submit(self, build: Build) -> Pending:
-        """Hand a retrieve or a store over; its copy waits for what the calling thread's stream has been given."""
+        """Hand a request over; its copy waits for what the calling thread's stream has been given."""
+        return self._hand_over(build, None)
+
+    def load(self, build: Build, places: Places) -> Pending:
+        """Hand a retrieve over and begin it at once, since its lease has told where the chunks lie."""
+        return self._hand_over(build, places)
+
+    def _hand_over(self, build: Build, places: Places | None) -> Pending:
         with self._gate:
             if self._is_closing or len(self._submitted) >= _SUBMITTED_MAX:
                 return Pending(0, time.monotonic(), is_lost=True)
             task = _Task(build, Pending(0, time.monotonic()), self._fences.record())
+            if places is not None and self._pool is not None:
+                self._copy_ahead(task, places, self._pool)
             self._submitted.append(task)
             self._wake()
         return task.outer
+
+    def _copy_ahead(self, task: _Task, places: Places, pool: OpenPool) -> None:
+        """Begin a load before it is ordered: its lease holds the chunks, and the order will say where they lie."""
+        request = task.build(0)
+        assert isinstance(request, wire.Retrieve), request
+        task.request = request
+        try:
+            plan = plan_load(request, places, self._held(request), pool.nbytes)
+            job = self._job(task, request, plan, range(plan.num_chunks), places.checksums)
+            pool.submit(job)
+        except KvistError as error:
+            logger.warning("copy not begun ahead of its order: %s", error)
+        else:
+            task.job, task.places = job, places
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Return when something has ended, or after ``timeout_s``. Requests end without it."""
@@ -203,6 +231,9 @@ class EngineLane:
             act(task)
         except Exception:  # The boundary of one request: it is lost, the others go on. An order of it is declined.
             logger.exception("fault in the engine lane")
+            if task.job is not None:  # It is over when that has landed.
+                task.job.is_cancelled, task.inner = True, None
+                return
             if task.is_faulty:
                 task.inner = None
             task.is_faulty = True
@@ -217,7 +248,9 @@ class EngineLane:
         task.inner = self._client.submit(build)
 
     def _advance(self, task: _Task) -> None:
-        """Do what the daemon's answer asks for; nothing while a copy is running."""
+        """Do what the daemon's answer asks for; nothing while a copy is running that was ordered."""
+        if task.places is not None:
+            self._confirm(task, task.places)
         if task.job is not None or task.inner is None:
             return
         if not task.inner.is_over:
@@ -229,6 +262,27 @@ class EngineLane:
         else:
             reply, task.inner = task.inner.reply, None
             self._end(task, reply)
+
+    def _confirm(self, task: _Task, places: Places) -> None:
+        """Let a copy that was begun ahead count, if its order has come and says the same.
+
+        Any other answer cancels it, and is taken when it has landed, as if there had been no copy.
+        """
+        inner = task.inner
+        if inner is None or not inner.is_over:
+            return
+        order, is_current = inner.reply, inner.connection == self._client.connection
+        is_wanted = is_current and not task.outer.is_over
+        if is_wanted and isinstance(order, wire.CopyOrder) and places.is_order(order):
+            task.connection, task.places = inner.connection, None
+            if task.landed is not None:
+                self._tell(task, task.landed)
+                if task.job is None:
+                    self._answer_copied(task, task.landed)
+        elif task.job is not None:
+            task.job.is_cancelled = True
+        else:
+            task.places = task.landed = None
 
     def _end_if_late(self, task: _Task) -> None:
         """Nobody has touched the blocks of a request without an order; after its deadline nobody will."""
@@ -252,7 +306,11 @@ class EngineLane:
         try:
             if self._pool is None:
                 raise Unreachable(f"the pool of order {order.id} is not open")
-            job = self._plan(task, order, self._pool.nbytes)
+            request = task.request
+            assert isinstance(request, wire.Retrieve | wire.Store), request
+            plan = plan_order(request, order, self._held(request), self._pool.nbytes)
+            positions = np.frombuffer(order.positions, dtype="<i4").tolist()
+            job = self._job(task, request, plan, positions, order.checksums)
             self._pool.submit(job)
         except KvistError as error:
             logger.warning("copy not begun: %s", error)
@@ -260,43 +318,16 @@ class EngineLane:
         else:
             task.job = job
 
-    def _plan(self, task: _Task, order: wire.CopyOrder, pool_nbytes: int) -> Job:
-        request = task.request
-        assert isinstance(request, wire.Retrieve | wire.Store), request
-        held = self._held(request)
-        num_chunks = len(request.block_ids) // (4 * held.blocks_per_chunk)
-        num_skipped_blocks = request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0
-        block_ids = parse_block_ids(
-            request.block_ids, held.group, num_chunks=num_chunks, blocks_per_chunk=held.blocks_per_chunk,
-            num_skipped_blocks=num_skipped_blocks,
-        )  # fmt: skip
-        slots = np.frombuffer(order.slots, dtype="<i8").astype(np.int64)
-        if slots.size and not 0 <= slots.min() <= slots.max() <= pool_nbytes - held.chunk_nbytes:
-            raise LayoutError(f"slots [{slots.min()}, {slots.max()}] outside a pool of {pool_nbytes} bytes")
-        positions = np.frombuffer(order.positions, dtype="<i4")
-        if positions.size and not 0 <= positions.min() <= positions.max() < num_chunks:
-            raise LayoutError(f"chunks [{positions.min()}, {positions.max()}] of a request for {num_chunks}")
-        if num_skipped_blocks and np.flatnonzero(positions == 0).tolist() not in ([], [0]):
-            raise LayoutError(
-                f"chunk 0, of which {num_skipped_blocks} blocks are skipped, is not ordered once and first"
-            )
-        is_load = isinstance(request, wire.Retrieve)
-        checksums_nbytes = CHECKSUM_NBYTES * slots.size if is_load else 0
-        if positions.size != slots.size or len(order.checksums) != checksums_nbytes:
-            raise LayoutError(
-                f"{slots.size} slots for {positions.size} chunks, with {len(order.checksums)} bytes of checksums"
-            )
-        plan = plan_copy(
-            Direction.SCATTER if is_load else Direction.GATHER, held.group, block_ids[positions], slots,
-            num_skipped_blocks=num_skipped_blocks if positions.size and positions[0] == 0 else 0,
-        )  # fmt: skip
+    def _job(
+        self, task: _Task, request: wire.Retrieve | wire.Store, plan: CopyPlan, positions: Sequence[int],
+        checksums: bytes,
+    ) -> Job:  # fmt: skip
         deadline = None
         if isinstance(request, wire.Retrieve) and request.deadline_ms:
             deadline = task.outer.sent_at + request.deadline_ms / 1e3
         return Job(
             plan, self._memory.bases, on_done=lambda job: self._copied_by_device(task, job), deadline=deadline,
-            positions=positions.tolist(), fence=task.fence,
-            checksums=split_checksums(order.checksums),
+            positions=positions, fence=task.fence, checksums=split_checksums(checksums),
         )  # fmt: skip
 
     def _held(self, request: wire.Retrieve | wire.Store) -> RowMemory:
@@ -305,21 +336,33 @@ class EngineLane:
 
     def _copied_by_device(self, task: _Task, job: Job) -> None:
         """Run on the device's thread when a copy has landed: the engine need not wait for the daemon to hear of it."""
+        task.landed = job
+        if task.places is None:  # Else the lane's thread tells, which looks at ``landed`` after it has set this.
+            self._tell(task, job)
+        self._copied.append(task)
+        self._wake()
+
+    def _tell(self, task: _Task, job: Job) -> None:
+        """Tell the engine what became of a copy that was ordered."""
         if isinstance(task.request, wire.Retrieve):
-            num_chunks = len(task.request.block_ids) // (4 * self._held(task.request).blocks_per_chunk)
+            num_chunks = num_chunks_of(task.request, self._held(task.request))
             right = set(job.positions[: job.num_done]) - {job.positions[chunk] for chunk in job.failed}
             failed = [] if len(right) == num_chunks else [chunk for chunk in range(num_chunks) if chunk not in right]
             task.outer.reply = wire.RetrieveReply(0, num_chunks, failed)
         else:
             task.outer.reply = wire.StoreReply(0, job.num_done, 0, job.plan.num_chunks - job.num_done)
-        self._copied.append(task)
         self._changed.set()
-        self._wake()
 
     def _report(self, task: _Task) -> None:
-        """Tell the daemon what became of an order."""
+        """Tell the daemon what became of an order, unless it has not come yet, or nobody waits for its answer."""
         job, task.job = task.job, None
         assert job is not None
+        if task.inner is None:
+            self._end(task, None)
+        elif task.places is None:
+            self._answer_copied(task, job)
+
+    def _answer_copied(self, task: _Task, job: Job) -> None:
         assert task.request is not None
         is_load = job.plan.direction is Direction.SCATTER
         order, checksums = task.request.id, b"" if is_load else b"".join(job.checksums)
@@ -386,9 +429,11 @@ class EngineLane:
     def _retire_pool(self) -> None:
         """Let the chunks that are being copied land, and then give the pool back."""
         self._cancel_copies()
-        if self._pool is not None or self._opening is not None:
-            self._opener.submit(_close_pool, self._pool, self._opening)
-        self._pool = self._opening = self._outcome = None
+        with self._gate:  # The engine's thread submits to it.
+            pool, self._pool = self._pool, None
+        if pool is not None or self._opening is not None:
+            self._opener.submit(_close_pool, pool, self._opening)
+        self._opening = self._outcome = None
 
     def _cancel_copies(self) -> None:
         for task in self._tasks:
@@ -411,6 +456,7 @@ class EngineLane:
         for task in [*self._tasks, *self._submitted]:
             if task.job is None:
                 self._guard(lambda task: self._end(task, None), task)
+        self._tasks += [task for task in self._submitted if task.job is not None]
         self._submitted.clear()
         self._cancel_copies()
         end = None

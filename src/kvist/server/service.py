@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,10 @@ import numpy.typing as npt
 from kvist.errors import Draining, InvalidBlocks, LayoutRefused, Malformed, NotRegistered, Overloaded, Refused
 from kvist.index.chunk_index import Chunk, ChunkIndex
 from kvist.index.eviction import EvictionPolicy
-from kvist.index.leases import Lease, LeaseId, LeaseTable, SessionId
+from kvist.index.leases import Held, Lease, LeaseId, LeaseTable, SessionId
 from kvist.index.prefixes import add_tail, find_prefix
 from kvist.model.layout import GroupKind
-from kvist.model.rows import RowMemory
+from kvist.model.rows import Row, RowMemory
 from kvist.model.transfer import CHECKSUM_NBYTES, Direction
 from kvist.server.parsing import parse_blocks, parse_digests, parse_needs, parse_tail, parse_tails
 from kvist.server.registering import Registrar
@@ -199,7 +199,8 @@ class CacheService:
         for held in rows.values():
             self._index.touch(held.chunks)
         lease = self._leases.grant(rows, session=session.id, engine_id=session.engine_id, now=self._runtime.clock())
-        return wire.LookupReply(request.id, num_chunks, lease.id, tail)
+        is_told = request.wants_places and self._runtime.pool_fd is not None
+        return wire.LookupReply(request.id, num_chunks, lease.id, tail, _places(rows) if is_told else ())
 
     def _retrieve(self, session: Session, request: wire.Retrieve) -> None:
         self._check_takes_work()
@@ -372,6 +373,17 @@ def _leased_chunks(lease: Lease, held: RowMemory, first: int, num_chunks: int) -
     if any(chunk.nbytes != held.chunk_nbytes for chunk in chunks):
         raise LayoutRefused(f"the lease holds chunks of another size than {held.chunk_nbytes} bytes")
     return chunks
+
+
+def _places(rows: Mapping[Row, Held]) -> tuple[wire.RowPlaces, ...]:
+    """Return where the chunks of a lease lie, but for rows whose checksums are not those of an engine that copies."""
+    places = []
+    for row, held in rows.items():
+        checksums = b"".join([chunk.checksum for chunk in held.chunks])
+        if held.chunks and len(checksums) == CHECKSUM_NBYTES * len(held.chunks):
+            slots = _slot_offsets(held.chunks).astype("<i8").tobytes()
+            places.append(wire.RowPlaces(row.group, row.shard, held.first_chunk, slots, checksums))
+    return tuple(places)
 
 
 def _check_takes_copy(registration: Registration, direction: Direction, request_id: int) -> None:

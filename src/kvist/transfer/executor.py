@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from kvist.device.base import Device
 from kvist.errors import Overloaded
@@ -64,7 +65,10 @@ class Executor:
         self._calls: deque[Callable[[], None]] = deque()
         self._loads: deque[Job] = deque()
         self._stores: deque[Job] = deque()
-        self._changed = threading.Condition()
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        """One token for whatever was submitted: a thread that has nothing to do waits for one, and looks again."""
+        self._gate = threading.Lock()
+        """Behind it nothing is submitted once this is closing, and no more than the queue takes."""
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"kvist-{device.kind}")
         self._thread.start()
@@ -84,40 +88,38 @@ class Executor:
         Raises:
             Overloaded: ``queue_max`` jobs are queued already.
         """
-        with self._changed:
+        with self._gate:
             assert not self._is_closing
             self.check_takes_work()
             queue = self._loads if job.plan.direction is Direction.SCATTER else self._stores
             queue.append(job)
-            self._changed.notify()
+        self._wake.put(None)
 
     def call(self, function: Callable[[], None]) -> None:
         """Run ``function`` on the device's thread before any further chunk. It must not raise."""
-        with self._changed:
+        with self._gate:
             assert not self._is_closing
             self._calls.append(function)
-            self._changed.notify()
+        self._wake.put(None)
 
     def close(self) -> None:
         """Finish everything queued, without spacing it any more, then stop the thread. Idempotent."""
         self._closing.set()
-        with self._changed:
+        with self._gate:
             self._is_closing = True
-            self._changed.notify()
+        self._wake.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._loads or self._stores or self._is_closing)
-                call = self._calls.popleft() if self._calls else None
-                queue = self._loads or self._stores
-                if call is None and not queue:
-                    return
-            if call is not None:
-                self._carry_out(call)
-            else:
+            if self._calls:
+                self._carry_out(self._calls.popleft())
+            elif queue := self._loads or self._stores:
                 self._advance(queue[0], queue)
+            elif self._is_closing and not (self._calls or self._loads or self._stores):
+                return
+            else:
+                self._wake.get()
 
     def _carry_out(self, call: Callable[[], None]) -> None:
         try:
@@ -135,8 +137,7 @@ class Executor:
                 logger.exception("copy failed direction=%s chunks=%d", job.plan.direction.value, job.plan.num_chunks)
                 is_over = True
         if is_over or job.num_done == job.plan.num_chunks:
-            with self._changed:
-                queue.remove(job)
+            queue.remove(job)
             job.on_done(job)
 
     def _copy(self, job: Job) -> None:

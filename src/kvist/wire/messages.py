@@ -111,6 +111,8 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     """Of each layer group, by its number."""
     tails: bytes = b""
     """Digests of the tails that may follow the last of ``digests``, shortest first. Only if all needs are ``full``."""
+    wants_places: bool = False
+    """Say where the chunks lie, for workers that copy for themselves and may so begin ahead of the order."""
 
 
 class Retrieve(msgspec.Struct, frozen=True, tag="retrieve"):
@@ -229,6 +231,18 @@ class Received(msgspec.Struct, frozen=True, tag="received"):
     """All that are kept now, those of earlier requests included."""
 
 
+class RowPlaces(msgspec.Struct, frozen=True):
+    """Where the chunks that a lease holds of one row lie in the pool, and their checksums."""
+
+    group: int
+    shard: int
+    first_chunk: int
+    slots: bytes
+    """int64, offsets from the pool's start"""
+    checksums: bytes
+    """8 bytes each"""
+
+
 class LookupReply(msgspec.Struct, frozen=True, tag="lookup_reply"):
     """A prefix of ``num_chunks`` chunks can be served.
 
@@ -240,6 +254,8 @@ class LookupReply(msgspec.Struct, frozen=True, tag="lookup_reply"):
     lease: bytes = b""
     tail: int = 0
     """Which of the tails is held besides, as chunk ``num_chunks`` of each row; counted from 1, and 0 for none."""
+    places: tuple[RowPlaces, ...] = ()
+    """If they were asked for and the daemon shares its pool: of every row whose checksums an order could carry."""
 
 
 class RetrieveReply(msgspec.Struct, frozen=True, tag="retrieve_reply"):

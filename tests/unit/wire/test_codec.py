@@ -94,7 +94,8 @@ def test_a_lookup_is_these_bytes():
         {"kind": "window", "span": 3, "num_shards": 4, "num_readers": 1},
     ]
     for message, needs in ((A_LOOKUP, [one]), (A_LOOKUP_OF_TWO, two)):
-        body = msgspec.msgpack.encode({"type": "lookup", "id": 7, "digests": b"d" * 32, "needs": needs, "tails": b""})
+        fields = {"digests": b"d" * 32, "needs": needs, "tails": b"", "wants_places": False}
+        body = msgspec.msgpack.encode({"type": "lookup", "id": 7, **fields})
         assert encode(message) == b"kv" + struct.pack("<HI", 0, len(body)) + body
 
 

@@ -12,9 +12,12 @@ from collections.abc import Sequence
 from kvist.adapters.vllm.groups import EngineGroup
 from kvist.adapters.vllm.layout import NULL_BLOCK
 from kvist.adapters.vllm.metadata import LoadPart
+from kvist.client.planning import Places
 from kvist.errors import InvalidBlocks
 from kvist.model.coverage import first_needed
+from kvist.model.transfer import CHECKSUM_NBYTES
 from kvist.transfer.plan import stored_block_ids, stored_blocks_to_skip
+from kvist.wire.messages import RowPlaces
 
 
 def first_loaded(group: EngineGroup, *, num_chunks: int, num_local_chunks: int) -> int:
@@ -64,6 +67,17 @@ def plan_tail_load(group: EngineGroup, tables: Sequence[Sequence[int]], num_chun
     if rest or len(block_ids) < num_blocks or NULL_BLOCK in block_ids:
         raise InvalidBlocks(f"{block_ids} are not the {num_blocks} blocks of a tail of {num_tokens} tokens")
     return LoadPart(group.number, num_chunks, block_ids, 0, is_tail=True)
+
+
+def find_places(part: LoadPart, num_chunks: int, rows: Sequence[RowPlaces], group: int) -> dict[int, Places]:
+    """Return where the ``num_chunks`` chunks of a part lie, by shard; ``group`` is the daemon's number of its group."""
+    found = {}
+    for row in rows:
+        first = part.first_chunk - row.first_chunk
+        if row.group == group and 0 <= first <= first + num_chunks <= len(row.checksums) // CHECKSUM_NBYTES:
+            window = slice(first * CHECKSUM_NBYTES, (first + num_chunks) * CHECKSUM_NBYTES)
+            found[row.shard] = Places(row.slots[window], row.checksums[window])  # A slot is named by as many bytes.
+    return found
 
 
 def stored_blocks(group: EngineGroup, table: Sequence[int], chunk: int) -> list[int] | None:

@@ -29,6 +29,7 @@ from kvist.adapters.vllm.shards import Cut, choose_sharding
 from kvist.adapters.vllm.sharing import share_storages
 from kvist.adapters.vllm.worker import Results, WorkerSide
 from kvist.client.client import Client
+from kvist.client.lane import EngineLane
 from kvist.errors import (
     ConfigError,
     DeviceError,
@@ -152,6 +153,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # let go of in time.
             held_share_max=_HELD_FOR_DAEMON if self._is_copied_by_daemon else _HELD_FOR_WORKER,
             has_prefix_cache=bool(self._config.cache_config.enable_prefix_caching),
+            is_copied_by_worker=not self._is_copied_by_daemon,
         )
         return SchedulerSide(self._client("scheduler"), self._options, namespace, facts)
 
@@ -209,6 +211,8 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         client = self._client(f"worker {self._config.parallel_config.rank}", registrar)
         requests = memory.requests(client, worker.governor)
         worker.connect(requests, memory.fence, found.rows_of_group(cut.groups))
+        if isinstance(requests, EngineLane):
+            worker.copy_itself(requests, [held.row.shard for held in found.rows])
         try:
             registered = requests.register(_REGISTRATION_S)
         except (ProtocolError, Unreachable) as error:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+from kvist.client.planning import Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class LoadPart:
     """Leading ones that must not be written: the engine has them already, or does not have them at all."""
     is_tail: bool = False
     """These are the blocks of the prefix's tail, behind its whole chunks."""
+    places: Mapping[int, Places] = field(default_factory=dict)
+    """By shard: where the chunks lie in the pool, as far as that is known."""
 
 
 @dataclass(frozen=True, slots=True)

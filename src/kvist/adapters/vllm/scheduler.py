@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvist.adapters.vllm import layout
-from kvist.adapters.vllm.blocks import first_loaded, plan_load, plan_tail_load, stored_blocks
+from kvist.adapters.vllm.blocks import find_places, first_loaded, plan_load, plan_tail_load, stored_blocks
 from kvist.adapters.vllm.groups import EngineGroup
-from kvist.adapters.vllm.metadata import LoadJob, StoreJob, StorePart
+from kvist.adapters.vllm.metadata import LoadJob, LoadPart, StoreJob, StorePart
 from kvist.adapters.vllm.options import Options, parse_request_options
 from kvist.adapters.vllm.tracking import Lookup, Tracked
 from kvist.client.client import Client, Pending
@@ -73,6 +73,8 @@ class EngineFacts:
     """Part of the blocks that unfinished stores may hold."""
     has_prefix_cache: bool
     """The engine itself keeps finished prompts' blocks for others."""
+    is_copied_by_worker: bool = False
+    """Workers copy for themselves, and can begin with what a lookup says."""
 
     @property
     def needs_last_token(self) -> bool:
@@ -312,7 +314,8 @@ class SchedulerSide:
             digests = tracked.packed(0, num_chunks)
             end = num_chunks * self._chunk_tokens + num_tails * self._tail_block_tokens
             tails = tracked.tails(end, self._tail_block_tokens) if num_tails else b""
-            pending = self._client.submit(lambda number: wire.Lookup(number, digests, self._needs, tails))
+            wants_places = self._engine.is_copied_by_worker
+            pending = self._client.submit(lambda number: wire.Lookup(number, digests, self._needs, tails, wants_places))
             tracked.lookup = Lookup((num_chunks, num_tails), pending)
 
     def _tail_blocks(self, num_chunks: int, num_tokens: int) -> int:
@@ -363,13 +366,20 @@ class SchedulerSide:
         ]  # fmt: skip
         if num_left:
             planned.append(plan_tail_load(self._groups[0], tables, num_chunks, num_left))
-        parts = tuple(part for part in planned if part is not None)
+        parts = tuple(self._with_places(part, lookup.reply.places) for part in planned if part is not None)
         block_ids = [block_id for part in parts for block_id in part.block_ids[part.num_skipped_blocks :]]
         digests = frozenset(split_digests(tracked.packed(num_local // self._chunk_tokens, num_chunks)))
         number = self._hold(block_ids, digests)
         lookup.is_claimed = True
         tracked.lose_blocks()
         self._loads.append(LoadJob(number, tracked.request.request_id, lookup.reply.lease, parts))
+
+    def _with_places(self, part: LoadPart, places: Sequence[wire.RowPlaces]) -> LoadPart:
+        if not places:
+            return part
+        number, group = next((at, one) for at, one in enumerate(self._groups) if one.number == part.group)
+        num_chunks = 1 if part.is_tail else len(part.block_ids) // group.stored_blocks_per_chunk
+        return replace(part, places=find_places(part, num_chunks, places, number))
 
     def _open_chunks(self, tracked: Tracked) -> tuple[int, int]:
         """Return from where on some group's chunks were not offered, and where those end that are whole by now."""

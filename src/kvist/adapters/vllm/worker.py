@@ -19,6 +19,7 @@ from typing import Final, Protocol
 
 from kvist.adapters.vllm.metadata import KvistMetadata, LoadJob, LoadPart, StorePart
 from kvist.client.client import Build, Pending
+from kvist.client.planning import Places
 from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
 
@@ -41,6 +42,14 @@ class Requests(Protocol):
 
     def close(self) -> None:
         """Leave the daemon."""
+        ...
+
+
+class Lane(Requests, Protocol):
+    """An ``EngineLane``: threads of this process that copy."""
+
+    def load(self, build: Build, places: Places) -> Pending:
+        """Begin a load, as ``submit``, ahead of the daemon's order."""
         ...
 
 
@@ -96,6 +105,8 @@ class WorkerSide:
         self._client: Requests | None = None
         self._fence: Fence | None = None
         self._rows_of_group: Mapping[int, Sequence[int]] = {}
+        self._lane: Lane | None = None
+        self._shards: Sequence[int] = ()
         self._deadline_s = deadline_s
         self._clock = clock
         self._loads: list[_Load] = []
@@ -119,6 +130,11 @@ class WorkerSide:
         self._client = client
         self._fence = fence
         self._rows_of_group = rows_of_group or {}
+        self._lane, self._shards = None, ()
+
+    def copy_itself(self, lane: Lane, shards: Sequence[int]) -> None:
+        """Load ahead of orders through the lane that ``connect`` was given; ``shards`` are those of its rows."""
+        self._lane, self._shards = lane, shards
 
     def begin(self, metadata: KvistMetadata) -> None:
         """Send this step's loads. Stores follow when the step has been computed, at once if it computes nothing.
@@ -215,19 +231,16 @@ class WorkerSide:
         block_ids, tail_blocks = _pack(part.block_ids), len(part.block_ids) * part.is_tail
         deadline_ms = int(self._deadline_s * 1000)
         is_fenced = self._fence is not None
-        return self._submit(
-            lambda number: wire.Retrieve(
-                number,
-                job.lease,
-                part.first_chunk,
-                block_ids,
-                part.num_skipped_blocks,
-                deadline_ms,
-                is_fenced,
-                row,
+
+        def build(number: int) -> wire.Request:
+            return wire.Retrieve(
+                number, job.lease, part.first_chunk, block_ids, part.num_skipped_blocks, deadline_ms, is_fenced, row,
                 tail_blocks,
-            )
-        )
+            )  # fmt: skip
+
+        if self._lane is not None and (places := part.places.get(self._shards[row])) is not None:
+            return self._lane.load(build, places)
+        return self._submit(build)
 
     def _send_store(self, part: StorePart, row: int) -> Pending:
         block_ids, tail_blocks = _pack(part.block_ids), len(part.block_ids) * part.is_tail

@@ -31,8 +31,9 @@ from kvist.device.cuda.driver import (
 )
 from kvist.device.cuda.memory import OpenedMemory
 from kvist.device.cuda.pipe import Pipe, PlacedTiles, Turns, as_checksums, which_match
-from kvist.device.cuda.tiles import ChunkTiles, Tiles, chunk_tiles
+from kvist.device.cuda.tiles import Tiles, chunk_tiles
 from kvist.device.kernels import NAMES, compile_kernels
+from kvist.device.runs import shortest_run
 from kvist.errors import DeviceError, LayoutError
 from kvist.model.handles import CUDA_IPC, CUDA_VMM, MemoryHandle
 from kvist.model.layout import LayerGroup
@@ -172,7 +173,7 @@ class _Gpu:
     def __init__(self, device_uuid: str, pool: PoolFile) -> None:
         begin = time.monotonic()
         self.opened = OpenedMemory()
-        self._tables: dict[_TableKey, tuple[LayerGroup, ChunkTiles, Any]] = {}
+        self._tables: dict[_TableKey, tuple[LayerGroup, Any, PlacedTiles]] = {}
         self._tables_lock = threading.Lock()
         """Both directions look tables up, each on a thread of its own."""
         with ExitStack() as stack:
@@ -197,9 +198,9 @@ class _Gpu:
             if key not in self._tables:
                 tiles = chunk_tiles(group, blocks_per_chunk)
                 table = _upload(tiles.at(np.array(bases, dtype=np.uint64)))
-                self._tables[key] = (group, tiles, table)  # Holds the group, so that its id stays its own.
-            _, tiles, table = self._tables[key]
-        return PlacedTiles(tiles, int(table), bases)
+                placed = PlacedTiles(tiles, int(table), bases, shortest_run(group, blocks_per_chunk))
+                self._tables[key] = (group, table, placed)  # Holds the group, so that its id stays its own.
+            return self._tables[key][2]
 
     def forget_tiles(self, base: int) -> None:
         """Drop the tables of an engine one of whose allocations lies at ``base``. Failures are logged."""
@@ -209,7 +210,7 @@ class _Gpu:
     def _free_tables(self, keys: Iterable[_TableKey]) -> None:
         for key in list(keys):
             with _logged("forget_tiles"):
-                call("cuMemFree", self._tables.pop(key)[2])
+                call("cuMemFree", self._tables.pop(key)[1])
 
     def close(self) -> None:
         """Give everything back; the context ends with it unless somebody else in this process has it.

@@ -24,7 +24,7 @@ from kvist.device.base import GoOn, IsShared
 from kvist.device.cuda.driver import EVENT_DISABLE_TIMING, STREAM_NON_BLOCKING, call, take
 from kvist.device.cuda.tiles import TILE, ChunkTiles, Slice, cut_into_slices
 from kvist.device.kernels import THREADS
-from kvist.device.runs import chunk_pattern, shortest_run
+from kvist.device.runs import chunk_pattern
 from kvist.model.layout import Int64s
 from kvist.model.transfer import BLOCKS_MAX, CHUNKS_MAX, CopyPlan, Direction, split_checksums
 from kvist.units import KIB, MIB
@@ -68,6 +68,8 @@ class PlacedTiles:
     tiles: ChunkTiles
     address: int
     bases: tuple[int, ...]
+    shortest_run_nbytes: int
+    """Of the pieces in which a chunk's bytes lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +114,9 @@ class Pipe:
     def copy(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, turns: Turns) -> npt.NDArray[np.uint64]:
         """Copy chunks; return the checksum of each that was copied, which are the first of ``chunks``."""
         # What is skipped must be verified without being written, for which it has to pass through a staging buffer.
-        num_skipped_blocks = plan.num_skipped_blocks if chunks.start == 0 else 0
-        run_nbytes = shortest_run(plan.group, int(plan.block_ids.shape[1]))
-        is_direct = not num_skipped_blocks and run_nbytes >= DIRECT_NBYTES_MIN
+        is_skipping = plan.num_skipped_blocks > 0 and chunks.start == 0
+        is_direct = not is_skipping and placed.shortest_run_nbytes >= DIRECT_NBYTES_MIN
         try:
-            self._begin(plan, chunks, num_skipped_blocks)
             issue = self._issue_runs if is_direct else self._issue_slices
             num_done = issue(plan, placed, chunks, turns)
             self._tables.fetch_sums(num_done, self.kernels)
@@ -124,10 +124,11 @@ class Pipe:
             self._settle()
         return self._tables.sums[:num_done].copy()
 
-    def _begin(self, plan: CopyPlan, chunks: range, num_skipped_blocks: int) -> None:
+    def _send_ids(self, plan: CopyPlan, chunks: range) -> None:
+        """Bring the kernels what they all need."""
         block_ids = plan.block_ids[chunks.start : chunks.stop]
         self._arguments.blocks_per_chunk = block_ids.shape[1]
-        self._arguments.num_skipped_blocks = num_skipped_blocks
+        self._arguments.num_skipped_blocks = plan.num_skipped_blocks if chunks.start == 0 else 0
         self._tables.send_ids(block_ids, self.kernels)
         self._arguments.block_ids = self._tables.ids_address
 
@@ -139,6 +140,7 @@ class Pipe:
         offsets, sizes = pattern.slot_offsets.tolist(), pattern.run_nbytes.tolist()
         slots = (plan.slot_offsets[chunks.start : chunks.stop] + self._slots_address).tolist()
         self._arguments.tiles = placed.address
+        self._send_ids(plan, chunks)
         # Whatever the kernels' stream waits for, such as the engine's own work, the link must wait for too.
         call("cuEventRecord", self._begun, self.kernels)
         call("cuStreamWaitEvent", self._link, self._begun, 0)
@@ -161,22 +163,34 @@ class Pipe:
 
     def _issue_slices(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, turns: Turns) -> int:
         """Let a kernel move blocks from or to staging buffers, and the link move those."""
-        slots = plan.slot_offsets[chunks.start : chunks.stop]
+        slots = plan.slot_offsets[chunks.start : chunks.stop].tolist()
         arguments, tiles = self._arguments, placed.tiles
-        copy_slice = self._gather_slice if self._direction is Direction.GATHER else self._scatter_slice
-        num_done = 0
+        is_gather = self._direction is Direction.GATHER
+        num_done, is_begun = 0, False
         nbytes_max = SHARED_NBYTES_MAX if turns.is_shared() else SLICE_NBYTES_MAX
         slices = cut_into_slices(tiles, len(chunks), first_nbytes=_FIRST_NBYTES, nbytes_max=nbytes_max)
         for part in slices:
             if not part.first_tile and not turns.go_on():
                 break
             buffer = self._take_buffer()
+            if not is_gather:
+                self._fill(part, buffer, slots)
+            if not is_begun:  # Behind the first bytes, which the link can bring without them; but before the second.
+                self._send_ids(plan, chunks)
+                is_begun = True
+            if not is_gather:
+                call("cuEventRecord", buffer.filled, self._link)
+                call("cuStreamWaitEvent", self.kernels, buffer.filled, 0)
             arguments.tiles = placed.address + part.first_tile * TILE.itemsize
             arguments.staging = buffer.address
             arguments.start = part.start - part.padding
             arguments.chunk_stride = part.chunk_stride
             arguments.first_chunk = part.first_chunk
-            copy_slice(part, buffer, slots)
+            self._launch(self._kernel, part.num_tiles, part.num_chunks)
+            if is_gather:
+                self._drain(part, buffer, slots)
+            else:
+                call("cuEventRecord", buffer.drained, self.kernels)
             self._pause_if(turns)
             if part.is_last:
                 num_done = part.first_chunk + part.num_chunks
@@ -209,21 +223,18 @@ class Pipe:
         call("cuEventSynchronize", buffer.drained)
         return buffer
 
-    def _gather_slice(self, part: Slice, buffer: _Buffer, slots: Int64s) -> None:
-        self._launch(self._kernel, part.num_tiles, part.num_chunks)
+    def _fill(self, part: Slice, buffer: _Buffer, slots: Sequence[int]) -> None:
+        """Let the link bring a slice."""
+        for slot, staging, nbytes in _pieces(part, slots):
+            call("cuMemcpyHtoDAsync", buffer.address + staging, self._slots_address + slot, nbytes, self._link)
+
+    def _drain(self, part: Slice, buffer: _Buffer, slots: Sequence[int]) -> None:
+        """Let the link wait for the kernels, and take a slice away."""
         call("cuEventRecord", buffer.filled, self.kernels)
         call("cuStreamWaitEvent", self._link, buffer.filled, 0)
         for slot, staging, nbytes in _pieces(part, slots):
             call("cuMemcpyDtoHAsync", self._slots_address + slot, buffer.address + staging, nbytes, self._link)
         call("cuEventRecord", buffer.drained, self._link)
-
-    def _scatter_slice(self, part: Slice, buffer: _Buffer, slots: Int64s) -> None:
-        for slot, staging, nbytes in _pieces(part, slots):
-            call("cuMemcpyHtoDAsync", buffer.address + staging, self._slots_address + slot, nbytes, self._link)
-        call("cuEventRecord", buffer.filled, self._link)
-        call("cuStreamWaitEvent", self.kernels, buffer.filled, 0)
-        self._launch(self._kernel, part.num_tiles, part.num_chunks)
-        call("cuEventRecord", buffer.drained, self.kernels)
 
     def _launch_check(self, placed: PlacedTiles, chunk: int) -> None:
         self._arguments.first_chunk = chunk
@@ -276,12 +287,12 @@ class _Tables:
             call("cuMemcpyDtoHAsync", self._pinned, self.sums_address, 8 * count, stream)
 
 
-def _pieces(part: Slice, slots: Int64s) -> Iterator[tuple[int, int, int]]:
+def _pieces(part: Slice, slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (offset from slot 0, offset in the buffer, bytes) of a slice, neighbours joined."""
     chunk = part.first_chunk
     end = part.first_chunk + part.num_chunks
     while chunk < end:
-        first, slot = chunk, int(slots[chunk])
+        first, slot = chunk, slots[chunk]
         while chunk + 1 < end and part.nbytes == part.chunk_stride and slots[chunk + 1] - slots[chunk] == part.nbytes:
             chunk += 1
         chunk += 1
