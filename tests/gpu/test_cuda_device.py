@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +36,16 @@ class OwnMemoryDevice(CudaDevice):
         self._gpu.forget_tiles(address)
 
 
+class ComputingDevice(OwnMemoryDevice):
+    """The same, while the engine computes: the copy engine moves what it can by itself."""
+
+    def gather(self, *arguments: Any) -> list[bytes]:
+        return super().gather(*arguments, always)
+
+    def scatter(self, *arguments: Any) -> list[bool]:
+        return super().scatter(*arguments, always)
+
+
 class MappedMemory:
     """Pinned memory that kernels and tests reach at the same address."""
 
@@ -55,11 +66,11 @@ class CudaRig:
 
     writes_only_what_is_right = False
 
-    def __init__(self, gpu: str) -> None:
+    def __init__(self, gpu: str, make_device: type[OwnMemoryDevice] = OwnMemoryDevice) -> None:
         self._gpu = gpu
         self._memory = SharedMemory(POOL_NBYTES, name="kvist-rig")
         self.pool = self._memory.bytes
-        self.device = OwnMemoryDevice(gpu, PoolFile(self._memory.fd, POOL_NBYTES))
+        self.device = make_device(gpu, PoolFile(self._memory.fd, POOL_NBYTES))
         self.device.hold()
 
     def allocate(self, nbytes: int) -> MappedMemory:
@@ -141,7 +152,7 @@ class TestDirectCopies(DeviceContract):
     @pytest.fixture(scope="class")
     @classmethod
     def rig(cls, gpu: str) -> Iterator[CudaRig]:
-        rig = CudaRig(gpu)
+        rig = CudaRig(gpu, ComputingDevice)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipe, "DIRECT_NBYTES_MIN", 1)
             yield rig

@@ -26,7 +26,6 @@ def small_buffers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipe, "SLICE_NBYTES_MAX", 64 * KIB)
         patch.setattr(pipe, "SHARED_NBYTES_MAX", 48 * KIB)
-        patch.setattr(pipe, "BUFFER_NBYTES", 64 * KIB + 4096)
         patch.setattr(pipe, "_FIRST_NBYTES", 40 * KIB)
         yield
 

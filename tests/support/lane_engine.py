@@ -14,6 +14,7 @@ import numpy as np
 
 from kvist.client.client import Client, Pending
 from kvist.client.lane import EngineLane
+from kvist.client.planning import Places
 from kvist.client.pool import LaneMemory
 from kvist.model.handles import ENGINE
 from kvist.model.rows import Row, row_memory
@@ -137,7 +138,7 @@ class LaneEngine:
         return pending.reply
 
     def look_up(self, names: Sequence[str]) -> wire.LookupReply:
-        reply = self.scheduler.call(lambda number: wire.Lookup(number, digests(names)))
+        reply = self.scheduler.call(lambda number: wire.Lookup(number, digests(names), wants_places=True))
         assert isinstance(reply, wire.LookupReply)
         return reply
 
@@ -151,17 +152,24 @@ class LaneEngine:
         """Wait until chunks are there, of which the daemon hears a moment after the engine."""
         wait_until(lambda: self.num_found(names) == len(names))
 
-    def submit_load(self, lease: bytes, num_chunks: int, *, num_skipped_blocks: int = 0) -> tuple[Pending, Chunks]:
-        """Ask for the chunks of a lease."""
+    def submit_load(
+        self, lease: bytes, num_chunks: int, *, num_skipped_blocks: int = 0, places: Places | None = None
+    ) -> tuple[Pending, Chunks]:
+        """Ask for the chunks of a lease; ahead of the order where their places are known."""
         chunks = self.take_chunks(num_chunks)
         block_ids = packed(chunks)
-        return self.lane.submit(lambda number: wire.Retrieve(number, lease, 0, block_ids, num_skipped_blocks)), chunks
 
-    def load(self, names: Sequence[str]) -> tuple[list[bytes], wire.Reply | None]:
+        def build(number: int) -> wire.Request:
+            return wire.Retrieve(number, lease, 0, block_ids, num_skipped_blocks)
+
+        return self.lane.submit(build) if places is None else self.lane.load(build, places), chunks
+
+    def load(self, names: Sequence[str], *, is_ahead: bool = False) -> tuple[list[bytes], wire.Reply | None]:
         """Load chunks that are there into other blocks; return what these hold then, and the answer."""
         found = self.look_up(names)
         assert found.num_chunks == len(names)
-        pending, chunks = self.submit_load(found.lease, len(names))
+        places = Places(found.places[0].slots, found.places[0].checksums) if is_ahead else None
+        pending, chunks = self.submit_load(found.lease, len(names), places=places)
         wait_over(pending)
         held = self.read(chunks)
         self.give_back(chunks)

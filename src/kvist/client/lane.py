@@ -25,9 +25,10 @@ from typing import Final, Protocol
 import numpy as np
 
 from kvist.client.client import Build, Client, Pending
-from kvist.client.planning import Places, num_chunks_of, plan_load, plan_order
+from kvist.client.planning import Places, plan_load, plan_order, reply_to, request_blocks
 from kvist.client.pool import LaneMemory, MakeDevice, OpenPool
 from kvist.errors import KvistError, LayoutError, Unreachable, refusal
+from kvist.model.layout import Int64s
 from kvist.model.rows import RowMemory
 from kvist.model.transfer import CopyPlan, Direction, split_checksums
 from kvist.transfer.executor import Job
@@ -65,6 +66,8 @@ class _Task:
     """What the engine's thread looks at."""
     fence: object | None
     request: wire.Request | None = None
+    block_ids: Int64s | None = None
+    """Those of the request, checked."""
     inner: Pending | None = None
     """What was sent last for it; None when there is nothing left to do."""
     job: Job | None = None
@@ -246,6 +249,9 @@ class EngineLane:
 
         self._tasks.append(task)
         task.inner = self._client.submit(build)
+        if task.job is None and isinstance(task.request, wire.Retrieve | wire.Store):  # While the order is on its way.
+            with contextlib.suppress(KvistError):  # Met again when it has come, and declined.
+                task.block_ids = request_blocks(task.request, self._held(task.request))
 
     def _advance(self, task: _Task) -> None:
         """Do what the daemon's answer asks for; nothing while a copy is running that was ordered."""
@@ -308,7 +314,10 @@ class EngineLane:
                 raise Unreachable(f"the pool of order {order.id} is not open")
             request = task.request
             assert isinstance(request, wire.Retrieve | wire.Store), request
-            plan = plan_order(request, order, self._held(request), self._pool.nbytes)
+            held, block_ids = self._held(request), task.block_ids
+            if block_ids is None:
+                block_ids = request_blocks(request, held)
+            plan = plan_order(request, block_ids, order, held, self._pool.nbytes)
             positions = np.frombuffer(order.positions, dtype="<i4").tolist()
             job = self._job(task, request, plan, positions, order.checksums)
             self._pool.submit(job)
@@ -344,13 +353,8 @@ class EngineLane:
 
     def _tell(self, task: _Task, job: Job) -> None:
         """Tell the engine what became of a copy that was ordered."""
-        if isinstance(task.request, wire.Retrieve):
-            num_chunks = num_chunks_of(task.request, self._held(task.request))
-            right = set(job.positions[: job.num_done]) - {job.positions[chunk] for chunk in job.failed}
-            failed = [] if len(right) == num_chunks else [chunk for chunk in range(num_chunks) if chunk not in right]
-            task.outer.reply = wire.RetrieveReply(0, num_chunks, failed)
-        else:
-            task.outer.reply = wire.StoreReply(0, job.num_done, 0, job.plan.num_chunks - job.num_done)
+        assert isinstance(task.request, wire.Retrieve | wire.Store), task.request
+        task.outer.reply = reply_to(task.request, self._held(task.request), job)
         self._changed.set()
 
     def _report(self, task: _Task) -> None:

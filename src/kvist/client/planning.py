@@ -13,6 +13,7 @@ from kvist.errors import LayoutError
 from kvist.model.layout import Int64s
 from kvist.model.rows import RowMemory
 from kvist.model.transfer import CHECKSUM_NBYTES, CopyPlan, Direction
+from kvist.transfer.executor import Job
 from kvist.transfer.plan import parse_block_ids, plan_copy
 from kvist.wire import messages as wire
 
@@ -46,14 +47,22 @@ def plan_load(request: wire.Retrieve, places: Places, held: RowMemory, pool_nbyt
     return plan_copy(Direction.SCATTER, held.group, block_ids, slots, num_skipped_blocks=request.num_skipped_blocks)
 
 
+def request_blocks(request: wire.Retrieve | wire.Store, held: RowMemory) -> Int64s:
+    """Return the blocks of a request, ``[num_chunks, blocks_per_chunk]``.
+
+    Raises:
+        InvalidBlocks: they are not the row's.
+    """
+    return _block_ids(request, held, request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0)
+
+
 def plan_order(
-    request: wire.Retrieve | wire.Store, order: wire.CopyOrder, held: RowMemory, pool_nbytes: int
+    request: wire.Retrieve | wire.Store, block_ids: Int64s, order: wire.CopyOrder, held: RowMemory, pool_nbytes: int
 ) -> CopyPlan:
-    """Return the copy that an order asks for.
+    """Return the copy that an order asks for, of a request's ``block_ids``.
 
     Raises:
         LayoutError: its slots are not in the pool, or its chunks not the request's.
-        InvalidBlocks: the request's blocks are not the row's.
     """
     is_load = isinstance(request, wire.Retrieve)
     num_skipped_blocks = request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0
@@ -62,16 +71,25 @@ def plan_order(
     positions = np.frombuffer(order.positions, dtype="<i4")
     if positions.size != slots.size:
         raise LayoutError(f"{slots.size} slots for {positions.size} chunks")
-    num_chunks = num_chunks_of(request, held)
+    num_chunks = len(block_ids)
     if positions.size and not 0 <= positions.min() <= positions.max() < num_chunks:
         raise LayoutError(f"chunks [{positions.min()}, {positions.max()}] of a request for {num_chunks}")
     if num_skipped_blocks and np.flatnonzero(positions == 0).tolist() not in ([], [0]):
         raise LayoutError(f"chunk 0, of which {num_skipped_blocks} blocks are skipped, is not ordered once and first")
-    block_ids = _block_ids(request, held, num_skipped_blocks)[positions]
     return plan_copy(
-        Direction.SCATTER if is_load else Direction.GATHER, held.group, block_ids, slots,
+        Direction.SCATTER if is_load else Direction.GATHER, held.group, block_ids[positions], slots,
         num_skipped_blocks=num_skipped_blocks if positions.size and positions[0] == 0 else 0,
     )  # fmt: skip
+
+
+def reply_to(request: wire.Retrieve | wire.Store, held: RowMemory, job: Job) -> wire.RetrieveReply | wire.StoreReply:
+    """Return what a copy that is over means for its request: a load has failed in every chunk that is not right."""
+    if isinstance(request, wire.Store):
+        return wire.StoreReply(0, job.num_done, 0, job.plan.num_chunks - job.num_done)
+    num_chunks = num_chunks_of(request, held)
+    right = set(job.positions[: job.num_done]) - {job.positions[chunk] for chunk in job.failed}
+    failed = [] if len(right) == num_chunks else [chunk for chunk in range(num_chunks) if chunk not in right]
+    return wire.RetrieveReply(0, num_chunks, failed)
 
 
 def num_chunks_of(request: wire.Retrieve | wire.Store, held: RowMemory) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvist.client.client import Build, Pending
+from kvist.client.planning import Places
 from kvist.model.keys import DIGEST_NBYTES, Namespace
 from kvist.model.layout import GroupKind
 from kvist.wire import messages as wire
@@ -26,6 +27,7 @@ class Finder:
     def __init__(self) -> None:
         self.num_found = 0
         self.tail_found = 0
+        self.places: tuple[wire.RowPlaces, ...] = ()
         self.sent: list[wire.Request] = []
         self.is_connected, self.is_late, self.welcome = True, False, None
 
@@ -33,9 +35,8 @@ class Finder:
         request = build(len(self.sent) + 1)
         self.sent.append(request)
         found = min(self.num_found, len(getattr(request, "digests", b"")) // DIGEST_NBYTES)
-        return Pending(
-            request.id, 0.0, wire.LookupReply(request.id, found, b"lease" if found else b"", self.tail_found)
-        )  # fmt: skip
+        lease = b"lease" if found else b""
+        return Pending(request.id, 0.0, wire.LookupReply(request.id, found, lease, self.tail_found, self.places))
 
     def poll(self, timeout_s: float = 0.0) -> None: ...
 
@@ -140,6 +141,24 @@ def test_a_load_is_held_and_names_its_groups():
     assert bench.held == [1, 2, 3, 4, 5, 6]
     bench.side.take_reports({load.id: 1})
     assert bench.held == []
+
+
+def test_a_load_names_the_places_of_its_own_chunks():
+    """Each part is told by shard where its chunks lie, and no others; nothing where that is not known of all."""
+    bench = Bench(WITH_WINDOW)
+    bench.client.num_found = 2
+    slots, sums = b"".join(bytes([n]) * 8 for n in range(3)), b"".join(bytes([n]) * 8 for n in range(10, 13))
+    bench.client.places = (
+        wire.RowPlaces(0, 0, 0, slots, sums), wire.RowPlaces(0, 1, 0, slots[8:], sums[8:]),
+        wire.RowPlaces(1, 0, 0, slots[:16], sums[:16]), wire.RowPlaces(1, 1, 2, slots, sums),
+    )  # fmt: skip
+    request = bench.request(40)
+    bench.connector.get_num_new_matched_tokens(request, 0)
+    bench.allocate(request, 32, [1, 2, 3, 4], [0, 0, 0, 0, 0, 0, 5, 6])
+    (load,) = bench.step(0, 0).loads
+    assert [part.places for part in load.parts] == [
+        {0: Places(slots[:16], sums[:16]), 1: Places(slots[8:], sums[8:])}, {0: Places(slots[8:16], sums[8:16])}
+    ]  # fmt: skip
 
 
 ALONE = ((FULL, 4, None, False),)

@@ -1,11 +1,13 @@
 """A worker's jobs: a request for each row of each part, over when all are, reported once, settled only at the end."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvist.client.client import Build, Pending
+from kvist.client.planning import Places
 from kvist.wire import messages as wire
 from tests.support.fake_vllm import adapter
 
@@ -20,12 +22,19 @@ class Recorder:
         self.now = 0.0
         self.sent: list[tuple[Any, Pending]] = []
         self.fails_at: int | None = None
+        self.places: dict[int, Places] = {}
+        """Of what may be copied ahead, by request."""
 
     def submit(self, build: Build) -> Pending:
         if self.fails_at == len(self.sent):
             raise RuntimeError(self.fails_at)
         pending = Pending(len(self.sent) + 1, self.now)
         self.sent.append((build(pending.id), pending))
+        return pending
+
+    def load(self, build: Build, places: Places) -> Pending:
+        pending = self.submit(build)
+        self.places[pending.id] = places
         return pending
 
     def poll(self, timeout_s: float = 0.0) -> None: ...
@@ -68,6 +77,19 @@ def begun(recorder: Recorder, rows: Any = ROWS) -> Any:
     side = worker(recorder, rows)
     side.begin(metadata.KvistMetadata(loads=[LOAD]))
     return side
+
+
+@pytest.mark.parametrize("copies_itself", [True, False])
+def test_a_row_is_loaded_from_the_places_of_its_shard(recorder: Recorder, copies_itself: bool):
+    """A worker that copies for itself begins with the places of each row's own shard, where they are known."""
+    first, second = LOAD.parts
+    parts = (replace(first, places={0: Places(b"0", b"a"), 1: Places(b"1", b"b")}), second)
+    side = worker(recorder)
+    if copies_itself:
+        side.copy_itself(recorder, [0, 0, 1, 1])
+    side.begin(metadata.KvistMetadata(loads=[replace(LOAD, parts=parts)]))
+    assert [request.row for request, _ in recorder.sent] == [0, 3, 1, 2]
+    assert recorder.places == ({1: Places(b"0", b"a"), 2: Places(b"1", b"b")} if copies_itself else {})
 
 
 def test_each_row_is_asked_for_its_groups_blocks(recorder: Recorder):

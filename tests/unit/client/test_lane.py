@@ -9,15 +9,20 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvist.client.client import Pending
+from kvist.client.planning import Places
 from kvist.errors import LayoutError
 from kvist.wire import messages as wire
 from kvist.wire.codec import encode
 from tests.support.copier import NBYTES
-from tests.support.lane_engine import LaneEngine, wait_over
-from tests.support.memory import SharedMemory
+from tests.support.lane_engine import Gate, LaneEngine, wait_over
+from tests.support.memory import SharedMemory, stamp
+from tests.support.waiting import wait_until
 from tests.unit.client.test_client import LIMITS, Daemon
 
 POOL_NBYTES = 4 * NBYTES
+NAMES = ("a", "b")
+STAMPS = [stamp(name.encode(), NBYTES) for name in NAMES]
 
 
 class OrderingDaemon(Daemon):
@@ -62,7 +67,7 @@ def engine(daemon: OrderingDaemon, pool: SharedMemory) -> Iterator[LaneEngine]:
     engine = LaneEngine(str(daemon.path))
     daemon.start(engine, pool)
     engine.lane.register(20)
-    assert isinstance(daemon.next_request(), wire.Ping)
+    daemon.send(wire.Pong(daemon.next_request().id))
     yield engine
     daemon.socket.close()
     engine.close()
@@ -165,6 +170,148 @@ def test_a_chunk_without_skipped_blocks_is_loaded_whole(daemon: OrderingDaemon, 
     wait_over(pending)
     assert pending.reply == wire.RetrieveReply(0, 2, [0])
     assert engine.read(chunks)[1] == pool.bytes[NBYTES : 2 * NBYTES].tobytes()
+
+
+# ── loads that begin ahead of their order ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def places(daemon: OrderingDaemon, engine: LaneEngine) -> Places:
+    """Where two chunks lie that were stored."""
+    pending, chunks = engine.submit_store(NAMES)
+    store = daemon.next_request()
+    daemon.send(order(store.id))
+    done = daemon.next_request()
+    assert isinstance(done, wire.CopyDone)
+    daemon.send(wire.StoreReply(done.id, 2, 0))
+    wait_over(pending)
+    engine.give_back(chunks)
+    return Places(order(0).slots, done.checksums)
+
+
+@pytest.fixture
+def gate(engine: LaneEngine, places: Places) -> Iterator[Gate]:
+    """Holds copies up, from after the store on."""
+    gate = Gate()
+    engine.before_copy = gate
+    yield gate
+    gate.open()
+
+
+def finish(daemon: OrderingDaemon, engine: LaneEngine, pending: Pending) -> None:
+    """Take the answer to an order in, and assert that the lane is at rest."""
+    done = daemon.next_request()
+    assert isinstance(done, wire.CopyDone)
+    daemon.send(wire.RetrieveReply(done.id, 2, []))
+    wait_over(pending)
+    engine.fences.check_all_back()
+
+
+def test_a_load_is_copied_before_it_is_ordered(daemon: OrderingDaemon, engine: LaneEngine, places: Places):
+    """A load whose places are known has its bytes before the order comes, and is over when that says the same."""
+    pending, chunks = engine.submit_load(b"lease", 2, places=places)
+    wait_until(lambda: engine.read(chunks) == STAMPS)
+    assert not pending.is_over
+    daemon.send(order(daemon.next_request().id, checksums=places.checksums))
+    wait_over(pending)
+    assert pending.reply == wire.RetrieveReply(0, 2, [])
+    finish(daemon, engine, pending)
+
+
+def test_an_order_may_come_before_the_copy_has_landed(
+    daemon: OrderingDaemon, engine: LaneEngine, places: Places, gate: Gate
+):
+    """A load is over when both its order has come and its bytes have landed."""
+    pending, chunks = engine.submit_load(b"lease", 2, places=places)
+    gate.wait_reached()
+    daemon.send(order(daemon.next_request().id, checksums=places.checksums))
+    engine.lane.submit(wire.Ping)
+    daemon.send(wire.Pong(daemon.next_request().id))
+    assert not pending.is_over
+    gate.open()
+    wait_over(pending)
+    assert engine.read(chunks) == STAMPS
+    finish(daemon, engine, pending)
+
+
+def test_an_order_that_says_something_else_is_carried_out(daemon: OrderingDaemon, engine: LaneEngine, places: Places):
+    """What the daemon orders is what the blocks hold in the end, whatever was copied before."""
+    pending, chunks = engine.submit_load(b"lease", 2, places=places)
+    wait_until(lambda: engine.read(chunks) == STAMPS)
+    sums = places.checksums[8:] + places.checksums[:8]
+    daemon.send(order(daemon.next_request().id, slots=(NBYTES, 0), checksums=sums))
+    wait_over(pending)
+    assert pending.reply == wire.RetrieveReply(0, 2, [])
+    assert engine.read(chunks) == STAMPS[::-1]
+    finish(daemon, engine, pending)
+
+
+def test_a_refused_load_is_refused_when_its_copy_has_landed(
+    daemon: OrderingDaemon, engine: LaneEngine, places: Places, gate: Gate
+):
+    """What the daemon refuses is never believed, and is not over while the device may still write."""
+    pending, _ = engine.submit_load(b"lease", 2, places=places)
+    gate.wait_reached()
+    refusal = wire.Error(daemon.next_request().id, "unknown_lease", "it has expired")
+    daemon.send(refusal)
+    engine.lane.submit(wire.Ping)
+    daemon.send(wire.Pong(daemon.next_request().id))
+    assert not pending.is_over
+    gate.open()
+    wait_over(pending)
+    assert pending.reply == refusal
+    engine.fences.check_all_back()
+
+
+def test_a_daemon_that_goes_loses_a_load_when_its_copy_has_landed(
+    daemon: OrderingDaemon, engine: LaneEngine, places: Places, gate: Gate
+):
+    """A load that was begun ahead outlives its connection until its last byte has landed, and is lost then."""
+    pending, _ = engine.submit_load(b"lease", 2, places=places)
+    gate.wait_reached()
+    daemon.next_request()
+    daemon.socket.close()
+    wait_until(lambda: not engine.client.is_connected)
+    assert not pending.is_over
+    gate.open()
+    wait_over(pending)
+    assert pending.is_lost
+    engine.fences.check_all_back()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [Places(order(0, slots=(0, POOL_NBYTES)).slots, bytes(16)), Places(order(0).slots, b""), Places(b"", b"")],
+    ids=["outside the pool", "without checksums", "none"],
+)
+def test_places_that_cannot_be_wait_for_the_order(
+    daemon: OrderingDaemon, engine: LaneEngine, places: Places, wrong: Places
+):
+    """No byte is read from outside the pool, or unchecked: such a load waits for its order."""
+    pending, chunks = engine.submit_load(b"lease", 2, places=wrong)
+    retrieve = daemon.next_request()
+    assert engine.is_untouched()
+    daemon.send(order(retrieve.id, checksums=places.checksums))
+    wait_over(pending)
+    assert engine.read(chunks) == STAMPS
+    finish(daemon, engine, pending)
+
+
+def test_a_lane_that_closes_waits_for_what_it_copies_ahead(
+    daemon: OrderingDaemon, engine: LaneEngine, places: Places, gate: Gate
+):
+    """Closing ends when the last byte has landed; the load that nobody ordered is lost then."""
+    pending, _ = engine.submit_load(b"lease", 2, places=places)
+    gate.wait_reached()
+    closing = threading.Thread(target=engine.lane.close)
+    closing.start()
+    daemon.next_request()
+    assert not pending.is_over
+    gate.open()
+    daemon.socket.close()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert pending.is_lost
 
 
 @pytest.mark.parametrize("num_fds", [0, 2])

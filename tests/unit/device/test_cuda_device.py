@@ -90,6 +90,23 @@ def test_long_runs_need_no_staging(page_nbytes: int):
         assert kernels == ({"check"} if page_nbytes >= pipe.DIRECT_NBYTES_MIN else {"gather", "scatter"})
 
 
+@pytest.mark.parametrize("is_computing", [False, True], ids=["idle", "computing"])
+def test_an_engines_own_kernels_move_long_runs_while_it_idles(is_computing: bool):
+    """A process that copies its own blocks has the copy engine move long runs only where it computes meanwhile."""
+    with fake_rig(seed=4) as rig:
+        engine = FakeEngine(rig.machine, process=rig.machine.daemon)
+        laid = opaque(Shape(num_layers=1, num_blocks=6, block_tokens=1, num_heads=1, row_nbytes=pipe.DIRECT_NBYTES_MIN))
+        bases = [engine.allocate(nbytes) for nbytes in laid.memory_nbytes]
+        rig.device.hold()
+        plan = CopyPlan(Direction.GATHER, laid.group, np.array([[4, 1]], dtype=np.int64), np.zeros(1, np.int64), 0)
+        rig.device.gather(plan, bases, range(1), always, lambda: is_computing)
+        assert set(rig.machine.daemon.launched) == ({"check"} if is_computing else {"gather"})
+        rig.device.close()
+        for base in bases:
+            engine.call("cuMemFree", base)
+        engine.end()
+
+
 @pytest.mark.parametrize("direct_nbytes_min", [1, pipe.DIRECT_NBYTES_MIN])
 @pytest.mark.parametrize("liveliness", [0, 0.9])
 def test_a_shared_link_rests_after_every_slice(

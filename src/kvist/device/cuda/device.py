@@ -154,7 +154,9 @@ class CudaDevice:
         assert self._gpu is not None
         self._gpu.context.use()
         placed = self._gpu.find_tiles(plan.group, int(plan.block_ids.shape[1]), tuple(bases))
-        return self._gpu.pipes[plan.direction].copy(plan, placed, chunks, turns)
+        # Kernels of another process are never let in beside the engine's; its own are, and do no harm while it idles.
+        spares_kernels = not self._is_held or turns.is_shared()
+        return self._gpu.pipes[plan.direction].copy(plan, placed, chunks, turns, spares_kernels=spares_kernels)
 
     def _open_gpu(self) -> _Gpu:
         if self._gpu is None:

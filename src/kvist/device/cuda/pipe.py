@@ -3,15 +3,17 @@
 A copy engine that is fed without a break serves nobody else: the few bytes that an engine's step sends and fetches then
 wait for milliseconds. Where the link is shared, it is therefore left idle for a moment after every slice.
 
-Where a layout's runs are long, the copy engine moves them between blocks and slots by itself, and a kernel only reads
-the blocks for their checksums: such copies cost a decode least. Else a kernel moves blocks from or to staging buffers,
-and the link moves those. One pipe copies in one direction, on one thread. The laws: a copy that returns, or raises, has
-no byte in flight; a buffer is filled again only after it was drained; nothing is allocated after a pipe is made.
+A kernel moves blocks from or to staging buffers, and the link moves those. Where a layout's runs are long and an engine
+may be computing, the copy engine moves them between blocks and slots by itself, and a kernel only reads the blocks for
+their checksums: such copies cost a decode least. One pipe copies in one direction, on one thread. The laws: a copy that
+returns, or raises, has no byte in flight; a buffer is filled again only after it was drained; nothing is allocated
+after a pipe is made.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,14 +31,16 @@ from kvist.model.layout import Int64s
 from kvist.model.transfer import BLOCKS_MAX, CHUNKS_MAX, CopyPlan, Direction, split_checksums
 from kvist.units import KIB, MIB
 
-NUM_BUFFERS: Final = 4
-SLICE_NBYTES_MAX: Final = 16 * MIB
+NUM_BUFFERS: Final = 2
+SLICE_NBYTES_MAX: Final = 32 * MIB
+"""The link idles for some microseconds between two slices: few and large ones reach most of its speed."""
+NUM_SHARED_BUFFERS: Final = 8
 SHARED_NBYTES_MAX: Final = 8 * MIB
 """What the link carries between two pauses where others need it: they wait half as long for it on average."""
 _PAUSE_NBYTES: Final = 64
-BUFFER_NBYTES: Final = SLICE_NBYTES_MAX + 4096
-"""A slice, and room for the place of its first byte inside a vector."""
-_FIRST_NBYTES: Final = 4 * MIB
+_PADDING_NBYTES: Final = 4096
+"""Behind a slice: room for the place of its first byte inside a vector."""
+_FIRST_NBYTES: Final = 8 * MIB
 DIRECT_NBYTES_MIN = 256 * KIB
 """Shortest run that the copy engine moves by itself: shorter ones would leave the link idle between them."""
 
@@ -93,16 +97,21 @@ class Pipe:
             lowest, highest = call("cuCtxGetStreamPriorityRange")
             self.kernels, self._link = _new_stream(stack, lowest), _new_stream(stack, lowest)
             self._pauses = _new_stream(stack, highest)
-            staging = int(take(stack, "cuMemFree", "cuMemAlloc", NUM_BUFFERS * BUFFER_NBYTES))
-            self._buffers = [
-                _Buffer(staging + number * BUFFER_NBYTES, _new_event(stack), _new_event(stack))
-                for number in range(NUM_BUFFERS)
-            ]
+            cuts = ((NUM_BUFFERS, SLICE_NBYTES_MAX), (NUM_SHARED_BUFFERS, SHARED_NBYTES_MAX))
+            nbytes = max(num * (slice_nbytes + _PADDING_NBYTES) for num, slice_nbytes in cuts)
+            staging = int(take(stack, "cuMemFree", "cuMemAlloc", nbytes))
+            self._whole, self._shared = (
+                [
+                    _Buffer(staging + number * (slice_nbytes + _PADDING_NBYTES), _new_event(stack), _new_event(stack))
+                    for number in range(num)
+                ]
+                for num, slice_nbytes in cuts
+            )
             self._begun, self._left, self._resumed = _new_event(stack), _new_event(stack), _new_event(stack)
             self._scrap = int(take(stack, "cuMemFree", "cuMemAlloc", _PAUSE_NBYTES))
             self._tables = _Tables(stack)
             self._held = stack.pop_all()
-        self._next_buffer = 0
+        self._free: Iterator[_Buffer] = iter(())
         self._arguments = _SliceArguments(checksums=self._tables.sums_address)
         self._argument_pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._arguments))
 
@@ -111,14 +120,25 @@ class Pipe:
         with self._held:
             self._settle()
 
-    def copy(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, turns: Turns) -> npt.NDArray[np.uint64]:
-        """Copy chunks; return the checksum of each that was copied, which are the first of ``chunks``."""
+    def copy(
+        self, plan: CopyPlan, placed: PlacedTiles, chunks: range, turns: Turns, *, spares_kernels: bool
+    ) -> npt.NDArray[np.uint64]:
+        """Copy chunks; return the checksum of each that was copied, which are the first of ``chunks``.
+
+        Where kernels are to be spared, they move nothing that the copy engine can move by itself.
+        """
         # What is skipped must be verified without being written, for which it has to pass through a staging buffer.
         is_skipping = plan.num_skipped_blocks > 0 and chunks.start == 0
-        is_direct = not is_skipping and placed.shortest_run_nbytes >= DIRECT_NBYTES_MIN
+        is_direct = spares_kernels and not is_skipping and placed.shortest_run_nbytes >= DIRECT_NBYTES_MIN
+        # All are free, since no byte is in flight; the two sets share their memory.
+        is_shared = turns.is_shared()
+        self._free = itertools.cycle(self._shared if is_shared or is_direct else self._whole)
         try:
-            issue = self._issue_runs if is_direct else self._issue_slices
-            num_done = issue(plan, placed, chunks, turns)
+            if is_direct:
+                num_done = self._issue_runs(plan, placed, chunks, turns)
+            else:
+                nbytes_max = SHARED_NBYTES_MAX if is_shared else SLICE_NBYTES_MAX
+                num_done = self._issue_slices(plan, placed, chunks, turns, nbytes_max)
             self._tables.fetch_sums(num_done, self.kernels)
         finally:
             self._settle()
@@ -161,14 +181,16 @@ class Pipe:
                 call("cuEventRecord", buffer.drained, self.kernels)
         return len(addresses)
 
-    def _issue_slices(self, plan: CopyPlan, placed: PlacedTiles, chunks: range, turns: Turns) -> int:
+    def _issue_slices(
+        self, plan: CopyPlan, placed: PlacedTiles, chunks: range, turns: Turns, nbytes_max: int
+    ) -> int:  # fmt: skip
         """Let a kernel move blocks from or to staging buffers, and the link move those."""
         slots = plan.slot_offsets[chunks.start : chunks.stop].tolist()
         arguments, tiles = self._arguments, placed.tiles
         is_gather = self._direction is Direction.GATHER
         num_done, is_begun = 0, False
-        nbytes_max = SHARED_NBYTES_MAX if turns.is_shared() else SLICE_NBYTES_MAX
-        slices = cut_into_slices(tiles, len(chunks), first_nbytes=_FIRST_NBYTES, nbytes_max=nbytes_max)
+        first_nbytes = min(_FIRST_NBYTES, nbytes_max)
+        slices = cut_into_slices(tiles, len(chunks), first_nbytes=first_nbytes, nbytes_max=nbytes_max)
         for part in slices:
             if not part.first_tile and not turns.go_on():
                 break
@@ -218,8 +240,7 @@ class Pipe:
             call("cuStreamWaitEvent", self._link, self._resumed, 0)
 
     def _take_buffer(self) -> _Buffer:
-        buffer = self._buffers[self._next_buffer]
-        self._next_buffer = (self._next_buffer + 1) % NUM_BUFFERS
+        buffer = next(self._free)
         call("cuEventSynchronize", buffer.drained)
         return buffer
 
