@@ -65,6 +65,7 @@ class Decode:
         self._done.record()
         self._done.synchronize()
         seconds = time.perf_counter() - begin
+        self.governor.begin_step(is_computing=True)
         self.governor.step(time.monotonic(), seconds, 1)
         return seconds * 1e3
 

@@ -171,7 +171,7 @@ class Executor:
         return not self._must_pause(job)
 
     def _is_shared(self) -> bool:
-        return self._governor is not None and self._governor.is_stepping(time.monotonic())
+        return self._governor is not None and self._governor.is_computing
 
     def _must_pause(self, job: Job) -> bool:
         has_load_to_do = job.plan.direction is Direction.GATHER and bool(self._loads)

@@ -46,6 +46,12 @@ class Governor:
         """What copies cost lately: seconds of decoding, and the bytes that they were lost for."""
         self.rate = math.inf
         """Bytes per second that copies may have, for people to see."""
+        self.is_computing = False
+        """The engine's last step computes something: it sends and fetches a few bytes, which copies must let in."""
+
+    def begin_step(self, *, is_computing: bool) -> None:
+        """Note that a step begins. Until the next one begins, the engine computes or it does not."""
+        self.is_computing = is_computing
 
     def step(self, now: float, seconds: float, kind: int) -> None:
         """Note a decode step that has just ended; steps of one ``kind`` take alike, such as those of a batch size."""
@@ -61,14 +67,10 @@ class Governor:
         """Note a step that did more than decode: what was copied beside it says nothing about decoding."""
         self._bytes_of_step = 0
 
-    def is_stepping(self, now: float) -> bool:
-        """Return whether the engine has decoded a moment ago, so that it probably does now."""
-        return now - self._last_step <= _IDLE_S
-
     def turn(self, now: float, nbytes: int) -> float:
         """Return how many seconds to wait before copying ``nbytes``, and count them as copied."""
         self._bytes_of_step += nbytes
-        if not self.is_stepping(now) or math.isinf(self.rate):
+        if now - self._last_step > _IDLE_S or math.isinf(self.rate):
             self._next_turn = now
             return 0.0
         begin = max(now, self._next_turn)

@@ -246,8 +246,8 @@ def test_a_governor_is_asked_before_every_chunk():
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_steps_are_let_in_while_the_engine_decodes(direction: Direction):
-    """A copy shares the link from a decode step on until some time after the last; only stores wait for turns."""
+def test_steps_are_let_in_while_the_engine_computes(direction: Direction):
+    """A copy shares the link from the begin of a step that computes to that of one that does not; only stores wait."""
     device, governor = ScriptedDevice(is_open=True), Governor(1.0)
     turns: list[int] = []
     governor.turn = lambda now, nbytes: turns.append(nbytes) or 0.0  # type: ignore[method-assign, func-returns-value]
@@ -255,12 +255,14 @@ def test_steps_are_let_in_while_the_engine_decodes(direction: Direction):
     done = Done()
     executor.submit(make_job("x", direction, 1, done))
     wait_until(lambda: done.jobs)
-    governor.step(time.monotonic() + 1000, 0.01, 1)
-    executor.submit(make_job("x", direction, 2, done))
-    wait_until(lambda: len(done.jobs) == 2)
+    for is_computing in (True, False):
+        governor.begin_step(is_computing=is_computing)
+        done = Done()
+        executor.submit(make_job("x", direction, 2, done))
+        wait_until(done.jobs.__len__)
     executor.close()
-    assert device.is_shared == [False, True]
-    assert len(turns) == (3 if direction is Direction.GATHER else 0)
+    assert device.is_shared == [False, True, False]
+    assert len(turns) == (5 if direction is Direction.GATHER else 0)
 
 
 def test_a_job_cancelled_while_it_waits_copies_no_more():

@@ -142,6 +142,7 @@ class WorkerSide:
         Not all versions of vLLM call what follows a step that computes nothing (none up to 0.30 does).
         """
         self._is_idle = metadata.is_idle
+        self.governor.begin_step(is_computing=not metadata.is_idle)
         self._note_step(metadata.num_decoding)
         self._undone.update(metadata.undone)
         begun = [self._note_load(job) for job in metadata.loads]
