@@ -70,8 +70,6 @@ class Decode:
         return seconds * 1e3
 
 
-
-
 def beside(work: Callable[[], Any], begin: Callable[[], Pending], poll: Callable[[], None]) -> tuple[list[Any], float]:
     """Do ``work`` many times while transfers run without a pause; return what it returned, and transfers a second."""
     results, num_over = [], 0

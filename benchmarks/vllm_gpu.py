@@ -1,9 +1,9 @@
 """Real vLLM on one GPU: what a returning prompt costs, and what its return costs the others.
 
-usage: vllm_gpu.py [--rounds N] [--python PYTHON] [--lane engine|daemon]
+usage: vllm_gpu.py [--rounds N] [--python PYTHON] [--lane engine|daemon] [--lengths 2048,8192] [--only-returns]
 
-Three engines side by side: without a connector, with vLLM's own offloading to the host's memory, with kvist. In every
-round each answers a new prompt of each length: computed, from its own prefix cache, and after that was emptied. Then 32
+Three engines side by side, each on processor cores of its own: without a connector, with vLLM's own offloading to the
+host's memory, with kvist. In every round each answers a new prompt of each length: computed, from its own prefix cache, and after that was emptied. Then 32
 requests decode while four prompts of 30,000 tokens come back. At last a second engine takes over what the first has
 stored, and an heir what a killed one has. Written for vLLM 0.24.
 """
@@ -41,10 +41,13 @@ NUM_BLOCKS = 4608
 BLOCK_NBYTES = 2 << 20
 POOL_NBYTES = 24 << 30
 LENGTHS = (2048, 8192, 32768, 65536)
+ROUNDS_MAX = 24
 TAIL_TOKENS = 8
 """Behind each length: no cache gives a part of a block, so that every hit leaves the same tokens to be computed."""
 RETURNING_TOKENS = 30_000
 NUM_DECODING = 32
+NUM_PLACES = 4
+"""Three engines beside each other, or two, and the daemon."""
 
 
 class Engines:
@@ -54,17 +57,25 @@ class Engines:
         self._stack = stack
         self._python = python
         self._folder = folder
+        cores = sorted(os.sched_getaffinity(0))
+        self._cores = [cores[at::NUM_PLACES] for at in range(NUM_PLACES)]
+        """Of one engine each: else they get in each other's way, and the shortest prompts take as long as the others'."""
+        self._num_started = 0
         (folder / "config.json").write_text(json.dumps(MODEL))
 
     def start(self, transfers: dict[str, dict[str, Any] | None]) -> dict[str, EngineProcess]:
         """Start one engine for each name, with its connector's configuration."""
+        places = range(self._num_started, self._num_started + len(transfers))
+        self._num_started += len(transfers)
         with ThreadPoolExecutor(len(transfers)) as threads:
-            engines = dict(zip(transfers, threads.map(self._start, *zip(*transfers.items(), strict=True)), strict=True))
+            started = threads.map(self._start, transfers.keys(), transfers.values(), places)
+            engines = dict(zip(transfers, started, strict=True))
         for engine in engines.values():
             self._stack.callback(engine.close)
         return engines
 
-    def _start(self, name: str, transfer: dict[str, Any] | None) -> EngineProcess:
+    def _start(self, name: str, transfer: dict[str, Any] | None, place: int) -> EngineProcess:
+        os.sched_setaffinity(0, self._cores[place % NUM_PLACES])  # This thread's, and of the process that it starts.
         options: dict[str, Any] = {
             "model": str(self._folder), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 70_000,
             "seed": 0, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": NUM_BLOCKS * BLOCK_NBYTES,
@@ -100,9 +111,12 @@ def forget(engine: EngineProcess) -> None:
         raise SystemExit(f"the engine of pid {engine.pid} does not give its blocks back")
 
 
-def measure_returns(engines: dict[str, EngineProcess], rounds: int, rng: random.Random) -> None:
-    """Report the time to the first token for every length."""
-    for length in LENGTHS:
+def measure_returns(
+    engines: dict[str, EngineProcess], lengths: Sequence[int], rounds_min: int, rng: random.Random
+) -> None:
+    """Report the time to the first token for every length; short ones, which vary most, in more rounds."""
+    for length in lengths:
+        rounds = max(rounds_min, min(ROUNDS_MAX, rounds_min * max(LENGTHS) // length // 2))
         seconds: dict[tuple[str, str], list[float]] = {}
         differing = dict.fromkeys(engines, 0)
         for number in range(rounds + 1):
@@ -193,6 +207,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="an interpreter that has vLLM")
     parser.add_argument("--lane", default="", choices=["", "engine", "daemon"])
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--only-returns", action="store_true", help="neither decodes nor heirs")
     arguments = parser.parse_args()
     rng = random.Random(7)
     with ExitStack() as stack:
@@ -207,7 +223,10 @@ def main() -> None:
         engines = start.start({"plain": None, "native": native, "kvist": kvist})
         try:
             check_that_kv_matters(engines["plain"], rng)
-            measure_returns(engines, arguments.rounds, rng)
+            lengths = [int(part) for part in arguments.lengths.split(",")]
+            measure_returns(engines, lengths, arguments.rounds, rng)
+            if arguments.only_returns:
+                return
             measure_beside({name: engines[name] for name in ("native", "kvist")}, 2, rng)
             engines["plain"].close()
             engines["native"].close()
