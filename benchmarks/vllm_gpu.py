@@ -3,9 +3,9 @@
 usage: vllm_gpu.py [--rounds N] [--python PYTHON] [--lane engine|daemon] [--lengths 2048,8192] [--only-returns]
 
 Three engines side by side, each on processor cores of its own: without a connector, with vLLM's own offloading to the
-host's memory, with kvist. In every round each answers a new prompt of each length: computed, from its own prefix cache, and after that was emptied. Then 32
-requests decode while four prompts of 30,000 tokens come back. At last a second engine takes over what the first has
-stored, and an heir what a killed one has. Written for vLLM 0.24.
+host's memory, with kvist. In every round each answers a new prompt of each length: computed, from its own prefix cache,
+and after that was emptied. Then 32 requests decode while four prompts of 30,000 tokens come back. At last a second engine
+takes over what the first has stored, and an heir what a killed one has. Written for vLLM 0.24.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Engines:
         self._folder = folder
         cores = sorted(os.sched_getaffinity(0))
         self._cores = [cores[at::NUM_PLACES] for at in range(NUM_PLACES)]
-        """Of one engine each: else they get in each other's way, and the shortest prompts take as long as the others'."""
+        """Of one engine each: else they get in each other's way, which the shortest prompts show."""
         self._num_started = 0
         (folder / "config.json").write_text(json.dumps(MODEL))
 
