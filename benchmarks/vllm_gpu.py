@@ -1,11 +1,11 @@
 """Real vLLM on one GPU: what a returning prompt costs, and what its return costs the others.
 
-usage: vllm_gpu.py [--rounds N] [--python PYTHON] [--lane engine|daemon] [--lengths 2048,8192] [--only-returns]
+usage: vllm_gpu.py [--rounds N] [--python PYTHON] [--lane engine|daemon] [--lengths N,N] [--only-returns]
 
 Three engines side by side, each on processor cores of its own: without a connector, with vLLM's own offloading to the
 host's memory, with kvist. In every round each answers a new prompt of each length: computed, from its own prefix cache,
-and after that was emptied. Then 32 requests decode while four prompts of 30,000 tokens come back. At last a second engine
-takes over what the first has stored, and an heir what a killed one has. Written for vLLM 0.24.
+and after that was emptied. Then 32 requests decode while four prompts of 30,000 tokens come back. At last a second
+engine takes over what the first has stored, and an heir what a killed one has. Written for vLLM 0.24.
 """
 
 from __future__ import annotations
