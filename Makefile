@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` shows what kvist does, `make test` passes the tests. Both set up what they need.
-# The rest: check (lint, types, imports), engines (tests with real vLLM), families (of models, in real vLLM), gpu (tests on a GPU), bench (figures), clean.
+# The rest: check (lint, types, imports), engines (tests with real vLLM), families (of models), ways (of running them), gpu (tests on a GPU), bench (figures), clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,9 +7,10 @@ VLLM := .venv-vllm
 MODELS := .models
 PIP := -m pip --disable-pip-version-check install --quiet
 VLLM_VERSION := 0.32.0
+SLOW := tests/engines/test_families.py tests/engines/test_parallel.py tests/engines/test_speculation.py
 FAMILIES := llama qwen3 gemma3 gpt_oss deepseek_v2 deepseek_v3 qwen3_next lfm2
 
-.PHONY: demo test check engines families gpu bench peers clean
+.PHONY: demo test check engines families ways gpu bench peers clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready
@@ -25,11 +26,15 @@ check: $(VENV)/.ready
 	$(VENV)/bin/lint-imports
 
 engines: $(VENV)/.ready $(VLLM)/.ready $(patsubst %,$(MODELS)/%/.ready,smollm2 llama qwen3 gemma3)
-	$(VENV)/bin/python -m pytest tests/engines --ignore tests/engines/test_families.py --timeout 900 $(if $(ONLY),-k "$(ONLY)")
+	$(VENV)/bin/python -m pytest tests/engines $(addprefix --ignore ,$(SLOW)) --timeout 900 $(if $(ONLY),-k "$(ONLY)")
 
 # All of them, or with ONLY="gemma3 or lfm2" some; so for the engines.
 families: $(VENV)/.ready $(VLLM)/.ready $(patsubst %,$(MODELS)/%/.ready,$(or $(filter $(FAMILIES),$(ONLY)),$(FAMILIES)))
 	$(VENV)/bin/python -m pytest tests/engines/test_families.py --timeout 900 $(if $(ONLY),-k "$(ONLY)")
+
+# Engines of several workers, and engines that speculate.
+ways: $(VENV)/.ready $(VLLM)/.ready $(patsubst %,$(MODELS)/%/.ready,llama llama_eagle qwen3 deepseek_v2)
+	$(VENV)/bin/python -m pytest $(filter-out %families.py,$(SLOW)) --timeout 900 $(if $(ONLY),-k "$(ONLY)")
 
 # With the Python at hand, where CUDA and its packages are installed already: PYTHON=python3 PYTHONPATH=src
 gpu:

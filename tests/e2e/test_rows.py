@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvist.model.layout import GroupKind, LayerGroup, LayerPlane, slice_heads
@@ -200,6 +201,56 @@ def test_two_workers_and_one_share_by_heads(tmp_path: Path):
         for worker in workers:
             worker.go_on()
         assert [worker.hear() for worker in workers] == [str(len(READ) + 1)] * 2
+
+
+TURN_TOKENS = 2
+
+
+def turns(block_tokens: int) -> tuple[LayerGroup, list[int]]:
+    """Return a group whose blocks are dealt out to two ranks, and a rank's memory of it."""
+    laid = nhd(Shape(2, 40, block_tokens // 2, 2, 64))
+    return replace(laid.group, block_tokens=block_tokens), laid.memory_nbytes
+
+
+def tokens_of(rank: int, name: str) -> bytes:
+    """Return a rank's part of a chunk of ``[layer, kv, token, head, byte]``: the tokens of its turns."""
+    shape = (2, 2, CHUNK_TOKENS, 2, 64)
+    chunk = np.frombuffer(stamp(name.encode(), int(np.prod(shape))), dtype=np.uint8).reshape(shape)
+    mine = [token for token in range(CHUNK_TOKENS) if token // TURN_TOKENS % 2 == rank]
+    return np.ascontiguousarray(chunk[:, :, mine]).tobytes()
+
+
+@pytest.mark.parametrize("is_copying", [False, True], ids=["daemon lane", "engine lane"])
+def test_ranks_that_take_turns_with_tokens(tmp_path: Path, *, is_copying: bool):
+    """What two ranks of context parallelism have stored, two with blocks of another size load, each its own tokens;
+    what only one of them has stored is not found.
+    """
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon(tmp_path))
+        engines = {}
+        for block_tokens in (8, 16):
+            group, memory_nbytes = turns(block_tokens)
+            for rank in range(2):
+                row = row_memory(Row(0, rank), group, CHUNK_TOKENS)
+                engine = RowEngine(
+                    daemon.path, [row], memory_nbytes, engine_id=f"blocks of {block_tokens}", is_copying=is_copying
+                )
+                engines[block_tokens, rank] = stack.enter_context(engine)
+        for rank, names in enumerate((NAMES, NAMES[:3])):
+            writer = engines[8, rank]
+            reply = writer.store(
+                0, names, blocks_of(writer.rows[0], len(names)), [tokens_of(rank, name) for name in names]
+            )
+            assert reply == wire.StoreReply(reply.id, len(names), 0)
+        wait_until(lambda: daemon.status().num_copies_in_flight == 0)
+        found = engines[16, 0].look_up(NAMES, num_shards=2)
+        assert found.num_chunks == 3
+        for rank in range(2):
+            reader = engines[16, rank]
+            chunks = blocks_of(reader.rows[0], 3, start=11)
+            assert reader.load(0, found.lease, 0, chunks) == [tokens_of(rank, name) for name in NAMES[:3]]
+            assert reader.is_untouched_but(0, chunks)
+        wait_until(lambda: daemon.status().num_leases == 0)
 
 
 def assert_heads_are_joined(engine: RowEngine, group: LayerGroup, number: int) -> None:

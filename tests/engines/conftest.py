@@ -19,7 +19,7 @@ from tests.support.daemon import Daemon  # noqa: E402
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 MODELS = ROOT / ".models"
 MODELS_OF_ALL = ("smollm2", "llama", "qwen3", "gemma3")
-"""Those that tests need which are not of one family of models."""
+"""Those that tests need which are not of one family of models, unless their module names its ``MODELS``."""
 CHUNK_TOKENS = 128
 
 
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engines)
             item.add_marker(pytest.mark.timeout(900))
             family = item.callspec.params.get("run") if hasattr(item, "callspec") else None
-            names = [family.name] if family is not None else MODELS_OF_ALL
+            names = [family.name] if family is not None else getattr(item.module, "MODELS", MODELS_OF_ALL)
             if not PYTHON.exists() or not all((MODELS / name / ".ready").exists() for name in names):
                 item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -1,31 +1,24 @@
 """Describes KV memory of every layout that vLLM has had, and says whether the description finds every byte.
 
 Runs in vLLM's own environment; prints one JSON object, the cases of ``test_layout.py`` by name. Memory is that of fake
-engines: tensors of this process's CPU, in the shapes and strides of a version, filled with numbers that a model of one
-seed would have at each layer, token and head.
+engines (``fake_workers.py``), in this process.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import product
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-import vllm
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -33,133 +26,31 @@ from kvist.adapters.vllm import layout
 from kvist.adapters.vllm.groups import choose_chunk_tokens, engine_groups
 from kvist.adapters.vllm.namespace import describe_namespace
 from kvist.adapters.vllm.options import Options
-from kvist.adapters.vllm.shards import Cut, choose_sharding
 from kvist.errors import ConfigError, LayoutError
-from tests.support.layouts import chunk_bytes, chunk_places
-
-LAYERS, BLOCKS, HEADS, SIZE, CHUNK = 3, 9, 4, 8, 64
-BF16 = torch.bfloat16
-KV = np.random.default_rng(7).integers(-(2**15), 2**15, (LAYERS, 2, CHUNK, HEADS, SIZE), dtype=np.int16)
-"""K and V of a chunk: what the model computes, whatever the engine."""
-BLOCK_IDS = {16: [5, 2, 8, 3], 32: [7, 4], 64: [6]}
-NAMES = [f"layer.{number}" for number in range(LAYERS)]
-
-
-@contextmanager
-def version(name: str) -> Iterator[None]:
-    """Pretend to be another vLLM."""
-    before, vllm.__version__ = vllm.__version__, name
-    try:
-        yield
-    finally:
-        vllm.__version__ = before
-
-
-def full(block: int = 16, heads: int = HEADS, **more: Any) -> Any:
-    return FullAttentionSpec(block_size=block, num_kv_heads=heads, head_size=SIZE, dtype=BF16, **more)
-
-
-def window(tokens: int, block: int = 16, **more: Any) -> Any:
-    return SlidingWindowSpec(
-        block_size=block, num_kv_heads=HEADS, head_size=SIZE, dtype=BF16, sliding_window=tokens, **more
-    )
-
-
-def latent(block: int = 16, **more: Any) -> Any:
-    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=SIZE, dtype=BF16, **more)
-
-
-def mamba(block: int = 16, mode: str = "align", **more: Any) -> Any:
-    shapes, dtypes = ((3, 5), (2, 4)), (BF16, torch.float32)
-    return MambaSpec(block_size=block, shapes=shapes, dtypes=dtypes, mamba_cache_mode=mode, **more)
-
-
-def caches_config(*specs: Any, names: Sequence[Sequence[str]] = (), order: str = "", **more: Any) -> Any:
-    groups = [
-        SimpleNamespace(layer_names=list(names[number]) if names else list(NAMES), kv_cache_spec=spec, **more)
-        for number, spec in enumerate(specs)
-    ]
-    return SimpleNamespace(num_blocks=BLOCKS, kv_cache_groups=groups, kv_cache_layout=order or None)
-
-
-def engine(
-    device: str = "cuda", backend: str = "FLASH_ATTN", *, tp: int = 1, pp: int = 1, rank: int = 0, heads: int = HEADS,
-    wanted: str | None = None, cache_dtype: str = "auto", **more: Any,
-) -> Any:  # fmt: skip
-    """Return vLLM's configuration of a model with ``heads`` KV heads; ``wanted`` is the back end that the user set."""
-    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
-    names = [*NAMES, "state.0", "window.0", "draft.0"]
-    config = SimpleNamespace(to_dict=lambda: {"num_key_value_heads": heads}, **more.pop("config", {}))
-    model = SimpleNamespace(
-        model="tiny", revision="1", quantization=None, hf_config=config, seed=0, dtype="torch.bfloat16",
-        get_total_num_kv_heads=lambda: heads, **more.pop("model", {}),
-    )  # fmt: skip
-    parallel = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "rank": rank, **more.pop("parallel", {})}
-    cache = {"cache_dtype": cache_dtype, **more.pop("cache", {})}
-    return SimpleNamespace(
-        device_config=SimpleNamespace(device_type=device),
-        model_config=model,
-        parallel_config=SimpleNamespace(**parallel),
-        cache_config=SimpleNamespace(**cache),
-        attention_config=SimpleNamespace(backend=wanted),
-        load_config=SimpleNamespace(load_format="auto"),
-        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, layer)),
-        speculative_config=more.pop("speculative", None),
-    )
-
-
-def lay_out(axes: str, block: int, kernel: int = 0, order: str = "", heads: Sequence[int] = range(HEADS)) -> Any:
-    """Return each layer's tensor of ``axes``, in memory in ``order``, with the model's KV in its blocks.
-
-    An order with ``NL`` is of one allocation for all layers, others have one each.
-    """
-    kernel = kernel or block
-    parts = block // kernel
-    sizes = {"NL": LAYERS, "2": 2, "NB": BLOCKS * parts, "BS": kernel, "NH": len(heads), "HS": SIZE, "2HS": 2 * SIZE}
-    order = order or axes
-    has_all = "NL" in order.split()
-    names = axes.split()
-    memory = [torch.zeros([sizes[name] for name in order.split()], dtype=BF16) for _ in range(1 if has_all else LAYERS)]
-    tensors = {}
-    for layer, name in enumerate(NAMES):
-        inner = [axis for axis in order.split() if axis != "NL"]
-        taken = memory[0].select(order.split().index("NL"), layer) if has_all else memory[layer]
-        tensors[name] = tensor = taken.permute([inner.index(axis) for axis in names])
-        fill(tensor.view(torch.int16).numpy(), names, KV[layer][:, :, list(heads)], BLOCK_IDS[block], block, kernel)
-    return tensors
-
-
-def fill(array: Any, names: list[str], values: Any, block_ids: list[int], block: int, kernel: int) -> None:
-    """Write one layer's values ``[kv, token, head, size]``."""
-    parts = block // kernel
-    for kv, token, head in product(*map(range, values.shape[:3])):
-        number = block_ids[token // block] * parts + token % block // kernel
-        at = {"2": kv, "NB": number, "BS": token % kernel, "NH": head, "HS": slice(None)}
-        at["2HS"] = slice(kv * SIZE, (kv + 1) * SIZE)
-        array[tuple(at[name] for name in names)] = values[kv, token, head]
-
-
-def cut(config: Any, caches: Any, *, head_shards: int = 0, is_opaque: bool = False, chunk_tokens: int = CHUNK) -> Cut:
-    groups = engine_groups(config, caches, chunk_tokens)
-    sharding = choose_sharding(config, caches, head_shards=head_shards, is_opaque=is_opaque)
-    return Cut(groups, sharding, chunk_tokens, is_opaque)
-
-
-def describe(config: Any, tensors: Mapping[str, Any], caches: Any, **more: Any) -> layout.WorkerMemory:
-    return layout.describe_memory(config, tensors, caches, cut(config, caches, **more))
-
-
-def memory_of(found: layout.WorkerMemory) -> list[Any]:
-    return [torch.empty(0, dtype=torch.uint8).set_(storage).numpy() for storage in found.storages]
-
-
-def read(found: layout.WorkerMemory, row: int, block_ids: Sequence[int]) -> bytes:
-    return chunk_bytes(found.rows[row].group, block_ids, memory_of(found))
-
-
-def heads_bytes(first: int, count: int) -> bytes:
-    return bytes(KV[:, :, :, first : first + count].tobytes())
-
+from tests.engines.describe_cuts import find_round_trip, find_shards, find_turns
+from tests.engines.fake_workers import (
+    BF16,
+    BLOCK_IDS,
+    BLOCKS,
+    CHUNK,
+    HEADS,
+    LAYERS,
+    NAMES,
+    SIZE,
+    caches_config,
+    context,
+    cut,
+    describe,
+    engine,
+    full,
+    heads_bytes,
+    latent,
+    lay_out,
+    mamba,
+    read,
+    version,
+    window,
+)
 
 # version, back end, axes, order in memory, layout's name, block, kernel block
 ROWS = {
@@ -290,11 +181,11 @@ def find_groups() -> dict[str, Any]:
     return {
         "groups": [[group.kind.value, *(getattr(group, key) for key in keys), group.need.span] for group in found],
         "chunk_tokens": [
-            choose_chunk_tokens(Options(), one)
+            choose_chunk_tokens(Options(), engine(), one)
             for one in (caches_config(full(16)), several, caches_config(full(128)), caches_config(full(96)), caches)
         ],
-        "chosen": choose_chunk_tokens(Options(chunk_tokens=192), several),
-        "refused": refusal(lambda: choose_chunk_tokens(Options(chunk_tokens=80), several)),
+        "chosen": choose_chunk_tokens(Options(chunk_tokens=192), engine(), several),
+        "refused": refusal(lambda: choose_chunk_tokens(Options(chunk_tokens=80), engine(), several)),
     }
 
 
@@ -307,58 +198,6 @@ def find_uniform() -> dict[str, Any]:
     tensors = {"layer.0": small, "layer.1": large, "layer.2": large}
     found = describe(engine(), tensors, caches)
     return {"heads": [plane.num_heads for plane in found.rows[0].group.planes], "text": found.texts[0]}
-
-
-def find_shards() -> dict[str, Any]:
-    """Return numbers of shards and readers, and the shards of each rank."""
-    caches = caches_config(full(heads=1))
-    two = caches_config(full(heads=1), mamba(), names=[["layer.0"], ["state.0"]])
-    cases = {
-        "tp2": (engine(tp=2, heads=4), caches_config(full(heads=2)), 0),
-        "tp2 in 4 parts": (engine(tp=2, heads=4), caches_config(full(heads=2)), 4),
-        "tp1 in 2 parts": (engine(heads=4), caches_config(full()), 2),
-        "tp2 pp2": (engine(tp=2, pp=2, heads=4), caches_config(full(heads=2)), 0),
-        "replicated heads": (engine(tp=4, heads=2), caches, 0),
-        "replicated heads of a draft": (engine(tp=4, heads=2, speculative=object()), caches, 0),
-        "latent": (engine(tp=4), caches_config(latent()), 0),
-        "latent and states": (engine(tp=2), caches_config(latent(), mamba(), names=[["layer.0"], ["state.0"]]), 0),
-        "replicated heads and states": (engine(tp=4, heads=2), two, 0),
-    }
-    found = {}
-    for name, (config, one, head_shards) in cases.items():
-        sharding = choose_sharding(config, one, head_shards=head_shards, is_opaque=False)
-        ranks = range(sharding.num_ranks * sharding.num_stages)
-        found[name] = [sharding.num_shards, sharding.num_readers, [list(sharding.shards_of(rank)) for rank in ranks]]
-    return found
-
-
-def find_round_trip() -> dict[str, Any]:
-    """Return whether chunks of 2 ranks are those of 1 rank with ``head_shards`` 2, and whether they can be put back."""
-    with version("0.24.0"):
-        alone = describe(engine(), lay_out("NB 2 BS NH HS", 32), caches_config(full(32)), head_shards=2)
-        empty = {name: torch.zeros_like(tensor) for name, tensor in lay_out("NB 2 BS NH HS", 32).items()}
-        target = describe(engine(), empty, caches_config(full(32)), head_shards=2)
-        pair = [
-            describe(
-                engine(tp=2, rank=rank),
-                lay_out("NB 2 BS NH HS", 16, heads=range(2 * rank, 2 * rank + 2)),
-                caches_config(full(heads=2)),
-            )
-            for rank in range(2)
-        ]
-    chunks = [read(pair[rank], 0, BLOCK_IDS[16]) for rank in range(2)]
-    memory = memory_of(target)
-    for row, chunk in enumerate(chunks):
-        places = chunk_places(target.rows[row].group, BLOCK_IDS[32])
-        for byte, (number, offset, _) in zip(chunk, places, strict=True):
-            memory[number][offset] = byte
-    expected = lay_out("NB 2 BS NH HS", 32)
-    bits = torch.int16
-    return {
-        "rows": [[tuple(held.row) for held in found.rows] for found in (alone, *pair)],
-        "is_equal": [read(alone, rank, BLOCK_IDS[32]) == chunks[rank] for rank in range(2)],
-        "is_put_back": all(torch.equal(empty[name].view(bits), expected[name].view(bits)) for name in NAMES),
-    }
 
 
 def find_namespaces() -> dict[str, str]:
@@ -418,12 +257,14 @@ def find_refusals() -> dict[str, str]:
     one_state = dict.fromkeys(["state.0"], torch.zeros((BLOCKS, 1, 1, 61), dtype=torch.int8))
     state = caches_config(mamba(), names=[["state.0"]])
     mixed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"layer.0": latent(), "layer.1": full()})
-    context = engine(parallel={"decode_context_parallel_size": 2})
+    prefills = engine(parallel={"prefill_context_parallel_size": 2})
     hosted = caches_config(full(), host_resident=True)
     cases: dict[str, Callable[[], Any]] = {
         "cross attention": lambda: cut(engine(), caches_config(cross)),
         "no states": lambda: cut(engine(), caches_config(mamba(mode="none"), names=[["state.0"]])),
-        "context parallelism": lambda: cut(context, caches_config(full())),
+        "prefills in turns": lambda: cut(prefills, caches_config(full())),
+        "windows in turns": lambda: cut(context(2, tp=2), caches_config(window(64))),
+        "turns": lambda: cut(context(2, 3, tp=2), caches_config(full())),
         "host memory": lambda: cut(engine(), hosted),
         "role": lambda: cut(engine(), caches_config(full(), role="hisparse_indexer")),
         "nothing left": lambda: cut(engine(), caches_config(full(), enable_kv_transfer=False)),
@@ -443,6 +284,7 @@ def find_refusals() -> dict[str, str]:
         "head_shards": lambda: cut(engine(tp=2, heads=8), caches_config(full()), head_shards=3),
         "head_shards of pages": lambda: cut(engine("cpu"), caches_config(full()), head_shards=2),
         "head_shards of latent KV": lambda: cut(engine(), caches_config(latent()), head_shards=2),
+        "unequal parts": lambda: cut(engine(), caches_config(full()), head_shards=3),
         "too many parts": lambda: cut(engine(), caches_config(full()), head_shards=8),
     }
     with version("0.32.0"):
@@ -460,6 +302,7 @@ def main() -> None:
         "groups": find_groups(),
         "uniform": find_uniform(),
         "shards": find_shards(),
+        "turns": find_turns(),
         "round trip": find_round_trip(),
         "namespaces": find_namespaces(),
         "refusals": find_refusals(),

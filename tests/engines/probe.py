@@ -1,8 +1,8 @@
 """An engine process that also watches its connector: runs in vLLM's own environment, beside ``tools/vllm/engine.py``.
 
 Every stored chunk of every group is stamped with a digest of its blocks' bytes at the moment of the store, every loaded
-one compared with the stamp of its key when its load is reported. A signal can be sent to the daemon at the moment a
-load is begun.
+one compared with the stamps of its key when its load is reported: there are several where requests of other batches,
+which round otherwise, have computed it as well. A signal can be sent to the daemon at the moment a load is begun.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvist.adapters.vllm.scheduler import SchedulerSide
 from kvist.adapters.vllm.worker import WorkerSide
 from kvist.model.keys import split_digests
 
-STAMPS: dict[str, str] = {}
+STAMPS: dict[str, list[str]] = {}
 COUNTS: Counter[str] = Counter()
 LOADING: dict[int, list[list[str]]] = {}
 """Of each load: the keys of the chunks of each of its parts."""
@@ -52,7 +52,7 @@ def watch() -> None:
             LAYERS[number] = [kv_caches[name] for name in group.layer_names]
 
     def on_store(self: WorkerSide, part: StorePart, row: int) -> Any:
-        STAMPS.update(stamps_of(part))
+        note_stamps(stamps_of(part))
         return send_store(self, part, row)
 
     def on_load(self: SchedulerSide, tracked: Any, *arguments: Any) -> None:
@@ -83,17 +83,22 @@ def watch() -> None:
     SchedulerSide.begin_stores = on_stores
 
 
+def note_stamps(stamps: dict[str, list[str]]) -> None:
+    for name, found in stamps.items():
+        STAMPS[name] = sorted({*STAMPS.get(name, ()), *found})
+
+
 def key(group: int, digest: bytes) -> str:
     return f"{group}:{digest.hex()}"
 
 
-def stamps_of(part: StorePart) -> dict[str, str]:
+def stamps_of(part: StorePart) -> dict[str, list[str]]:
     """Return the stamps of what is stored, by key."""
     digests = split_digests(part.digests)
     COUNTS["stored"] += len(digests)
     size = len(part.block_ids) // len(digests)
     return {
-        key(part.group, digest): stamp(part.group, part.block_ids[number * size : (number + 1) * size])
+        key(part.group, digest): [stamp(part.group, part.block_ids[number * size : (number + 1) * size])]
         for number, digest in enumerate(digests)
     }
 
@@ -121,7 +126,7 @@ def compare(job: LoadJob, failed: set[int]) -> None:
             elif number == 0 and 0 in block_ids:
                 COUNTS["partly there"] += 1
             else:
-                COUNTS["equal" if stamp(part.group, block_ids) == STAMPS[name] else "different"] += 1
+                COUNTS["equal" if stamp(part.group, block_ids) in STAMPS[name] else "different"] += 1
 
 
 class ProbedEngine(Engine):
@@ -142,9 +147,9 @@ class ProbedEngine(Engine):
             - scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         }
 
-    def do_stamps(self, known: dict[str, str] | None = None) -> dict[str, Any]:
+    def do_stamps(self, known: dict[str, list[str]] | None = None) -> dict[str, Any]:
         """Learn the stamps of another process; return all."""
-        STAMPS.update(known or {})
+        note_stamps(known or {})
         return {"stamps": STAMPS}
 
     def do_signal_at_load(self, pid: int, number: int) -> dict[str, Any]:

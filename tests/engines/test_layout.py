@@ -19,7 +19,9 @@ VERSIONS = (
 REFUSALS = {
     "cross attention": "CrossAttentionSpec",
     "no states": "--mamba-cache-mode align",
-    "context parallelism": "2 (decode)",
+    "prefills in turns": "start without --prefill-context-parallel-size",
+    "windows in turns": "KV cache group 0 of kind 'window' deals its tokens out to 2 ranks",
+    "turns": "take 3 tokens at their turn (cp_kv_cache_interleave_size) into blocks of 16",
     "host memory": "host memory",
     "role": "hisparse_indexer",
     "nothing left": "none of 1 KV cache groups",
@@ -39,7 +41,8 @@ REFUSALS = {
     "head_shards": "head_shards 3 is no multiple of the 2",
     "head_shards of pages": "set it to 1",
     "head_shards of latent KV": "no heads that can be told apart",
-    "too many parts": "the 4 KV heads of KV cache group 0",
+    "unequal parts": "the 4 KV heads of KV cache group 0",
+    "too many parts": "more than the 4 KV heads of any group",
 }
 
 
@@ -126,19 +129,39 @@ def test_layers_of_several_sizes(cases: dict[str, Any]) -> None:
 
 
 def test_shards(cases: dict[str, Any]) -> None:
-    """Ranks that surely hold the same share a shard; others have their own; stages do not mix."""
+    """Ranks that surely hold the same share a shard; others have their own; stages do not mix, and groups differ."""
     own = [4, 1, [[0], [1], [2], [3]]]
+    pairs = [2, 2, [[0], [0], [1], [1]]]
     assert cases["shards"] == {
-        "tp2": [2, 1, [[0], [1]]],
-        "tp2 in 4 parts": [4, 1, [[0, 1], [2, 3]]],
-        "tp1 in 2 parts": [2, 1, [[0, 1]]],
-        "tp2 pp2": own,
-        "replicated heads": [2, 2, [[0], [0], [1], [1]]],
-        "replicated heads of a draft": own,
-        "latent": [1, 4, [[0], [0], [0], [0]]],
-        "latent and states": [2, 1, [[0], [1]]],
-        "replicated heads and states": own,
+        "tp2": [[2, 1, [[0], [1]]]],
+        "tp2 in 4 parts": [[4, 1, [[0, 1], [2, 3]]]],
+        "tp1 in 2 parts": [[2, 1, [[0, 1]]]],
+        "tp2 pp2": [own],
+        "replicated heads": [pairs],
+        "replicated heads of a draft": [own],
+        "latent": [[1, 4, [[0], [0], [0], [0]]]],
+        "latent and states": [[1, 2, [[0], [0]]], [2, 1, [[0], [1]]]],
+        "replicated heads and states": [pairs, own],
+        "8 heads and 2 in 4 parts": [[4, 1, [[0, 1, 2, 3]]], [2, 1, [[0, 1]]]],
+        "turns": [own],
+        "turns of half": [[2, 2, [[0], [1], [0], [1]]]],
+        "turns pp2": [own],
+        "turns with heads": [[4, 2, [[0], [1], [0], [1], [2], [3], [2], [3]]]],
+        "turns across heads": [[6, 1, [[0], [1], [2], [3], [4], [5]]]],
+        "turns and a draft": [[2, 1, [[0], [1]]], [2, 1, [[0], [1]]]],
     }
+
+
+def test_ranks_that_take_turns(cases: dict[str, Any]) -> None:
+    """A chunk of a rank of context parallelism is its own tokens in order, under a name that tells how they take turns.
+
+    Neither the name nor the bytes depend on the size of the blocks.
+    """
+    found = cases["turns"]
+    assert all(all(is_right) for is_right, _ in found.values())
+    names = {case: name for case, (_, name) in found.items()}
+    assert names.pop("2 ranks, 16 at a time, blocks of 32") == names["2 ranks, 16 at a time, blocks of 16"]
+    assert len(set(names.values())) == len(names) == 5
 
 
 def test_chunks_of_two_ranks_and_of_one(cases: dict[str, Any]) -> None:

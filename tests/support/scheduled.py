@@ -96,8 +96,8 @@ class Engine:
         namespace = Namespace("model", "", "bf16", "layout", "1", CHUNK_TOKENS)
         self._root = root_digest(namespace)
         facts = adapter("scheduler").EngineFacts(
-            groups=self.groups, num_workers=1, num_shards=1, num_readers=1, num_blocks=self.sort.num_blocks,
-            held_share_max=0.25, has_prefix_cache=True,
+            groups=self.groups, needs=tuple(group.need for group in self.groups), num_workers=1,
+            num_blocks=self.sort.num_blocks, held_share_max=0.25, has_prefix_cache=True,
         )  # fmt: skip
         side = adapter("scheduler").SchedulerSide
         scheduler = side(self.scheduler_link, options, namespace, facts, clock=lambda: self.daemon.now)
@@ -107,7 +107,7 @@ class Engine:
         connector = kind.__new__(kind)
         connector.__dict__.update(
             _scheduler=scheduler, _worker=worker, _undone={}, _meta=None, _failed_blocks=set(), _refusal="",
-            _faults=set(), _tells_blocks=self.tells_blocks, _cache_config=self._cache_config,
+            _faults=set(), _tells_blocks=self.tells_blocks, _cut=SimpleNamespace(groups=self.groups),
         )  # fmt: skip
         connector.bind_gpu_block_pool(self.pool)
         return connector
@@ -115,13 +115,6 @@ class Engine:
     @property
     def tells_blocks(self) -> bool:
         return [group.kind for group in self.groups] == [GroupKind.FULL]
-
-    @property
-    def _cache_config(self) -> Any:
-        groups = [
-            SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=group.block_tokens)) for group in self.groups
-        ]
-        return SimpleNamespace(kv_cache_groups=groups)
 
     def _registration(self, request_id: int) -> wire.Register:
         return describe_rows(self.rows, [self.memory.nbytes], request_id, chunk_tokens=CHUNK_TOKENS)

@@ -1,6 +1,7 @@
 """Limits that no linter has: the size of files and functions, documented seams, and what may be imported where."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -134,3 +135,11 @@ def test_the_daemon_runs_without_torch():
 def test_importing_does_nothing():
     """The package by itself reads no environment, finds no device and loads nothing but the standard library."""
     assert imported_by("kvist") - set(sys.stdlib_module_names) == {"kvist"}
+
+
+def test_the_page_on_faults_names_tests_that_exist():
+    """What is said to hold a fault off is there: every test and every path of the page."""
+    named = set(re.findall(r"`(tests/[\w/]+\.py|test_\w+)`", (ROOT / "docs" / "faults.md").read_text()))
+    functions = {node.name for _, tree in trees(TESTS) for node in ast.walk(tree) if isinstance(node, Function)}
+    assert len(named) > 100
+    assert not [name for name in named if name not in functions and not (ROOT / name).is_file()]

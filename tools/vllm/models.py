@@ -54,6 +54,8 @@ class Family:
     """Where it is not the prefix and ``Config``."""
     untold: dict[str, Any] = field(default_factory=dict)
     """Values that vLLM reads and transformers does not write."""
+    is_head: bool = False
+    """It is a head for EAGLE: layers that go on from the last states of another model, with that one's tokens."""
     raised: dict[str, float] = field(default_factory=dict)
     """What is added to weights, by the end of their name, where KV would hardly matter otherwise: queries whose norm is
     small attend to all tokens of a random prompt about equally, and a narrow filter of a convolution forgets its state.
@@ -62,6 +64,7 @@ class Family:
 
 FAMILIES: Final = {
     "llama": Family("Llama", {"num_hidden_layers": 4, "head_dim": 32}),
+    "llama_eagle": Family("Llama", {"num_hidden_layers": 1, "head_dim": 32}, is_head=True),
     "qwen3": Family("Qwen3", {"num_hidden_layers": 4, "head_dim": 32}),
     "gemma3": Family(
         "Gemma3",
@@ -126,7 +129,7 @@ def make_smollm2(folder: Path, wheel: Path) -> None:
 
 
 def make_tiny(folder: Path, family: Family) -> None:
-    """Write a random model of 3 to 6 layers, 4 heads, and a vocabulary of 1,024."""
+    """Write a random model of 1 to 6 layers, 4 heads, and a vocabulary of 1,024."""
     torch.manual_seed(0)
     config_class = family.config_class or f"{family.prefix}Config"
     config = getattr(transformers, config_class)(**{**_COMMON, **family.values})
@@ -136,8 +139,21 @@ def make_tiny(folder: Path, family: Family) -> None:
             if name.endswith(end):
                 parameter.data += addend
     model.save_pretrained(folder)
+    if family.is_head:
+        save_file(head_of(model), folder / "model.safetensors", metadata={"format": "pt"})
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **family.untold}, indent=2) + "\n")
+
+
+def head_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a head for EAGLE: layers, behind one that joins a token with the state before it."""
+    state = {
+        name.removeprefix("model."): tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name.startswith("model.layers.") and not name.endswith("input_layernorm.weight")
+    }
+    size = model.config.hidden_size
+    return {**state, "fc.weight": torch.randn(size, 2 * size) * _STANDARD_DEVIATION}
 
 
 def main() -> None:

@@ -11,12 +11,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvist.errors import LayoutError
-from kvist.units import GIB, align_up, format_nbytes
+from kvist.units import GIB, MIB, align_up, format_nbytes
 
 SLOT_ALIGNMENT: Final = 4096
 """What direct I/O and page-wise protection ask for."""
 _EXTENT_NBYTES_MAX: Final = GIB
 _EXTENTS_MIN: Final = 8
+_EXTENTS_USUAL: Final = 32
+"""Many, so that chunks of several sizes have what they need; few enough for each to hold several of the largest."""
+_EXTENT_NBYTES_USUAL: Final = 32 * MIB
+"""Smaller ones would be cut for the sake of their number alone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +37,8 @@ class SlotAllocator:
 
     def __init__(self, pool_nbytes: int) -> None:
         assert pool_nbytes >= SLOT_ALIGNMENT
-        nbytes = min(_EXTENT_NBYTES_MAX, align_up(max(pool_nbytes // _EXTENTS_MIN, 1), SLOT_ALIGNMENT))
+        nbytes = max(pool_nbytes // _EXTENTS_USUAL, min(pool_nbytes // _EXTENTS_MIN, _EXTENT_NBYTES_USUAL), 1)
+        nbytes = min(_EXTENT_NBYTES_MAX, align_up(nbytes, SLOT_ALIGNMENT))
         self.extent_nbytes = nbytes
         starts = range(0, pool_nbytes - SLOT_ALIGNMENT + 1, nbytes)
         self._extents = [_Extent(start, min(nbytes, pool_nbytes - start)) for start in starts]
@@ -52,12 +57,13 @@ class SlotAllocator:
         Raises:
             LayoutError: with the sizes, and what to change.
         """
-        if align_up(nbytes, SLOT_ALIGNMENT) > self.extent_nbytes:
+        slot_nbytes = align_up(nbytes, SLOT_ALIGNMENT)
+        if slot_nbytes > self.extent_nbytes:
+            num_extents = _EXTENTS_MIN if slot_nbytes <= _EXTENT_NBYTES_USUAL else _EXTENTS_USUAL
             raise LayoutError(
                 f"a chunk of {format_nbytes(nbytes)} does not fit into an extent of "
-                f"{format_nbytes(self.extent_nbytes)}; "
-                f"use a pool of at least {format_nbytes(_EXTENTS_MIN * align_up(nbytes, SLOT_ALIGNMENT))} or "
-                f"smaller chunks"
+                f"{format_nbytes(self.extent_nbytes)}; use a pool of at least "
+                f"{format_nbytes(num_extents * slot_nbytes)} or smaller chunks"
             )
 
     def allocate(self, nbytes: int) -> int | None:

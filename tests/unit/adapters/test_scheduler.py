@@ -1,5 +1,6 @@
 """What the scheduler's side promises, begins, names and remembers, one step at a time."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from kvist.client.client import Build, Pending
 from kvist.client.planning import Places
-from kvist.model.keys import DIGEST_NBYTES, Namespace
+from kvist.model.keys import DIGEST_NBYTES, Digest, Namespace, split_digests
 from kvist.model.layout import GroupKind
 from kvist.wire import messages as wire
 from tests.support.engine_blocks import Pool
@@ -50,9 +51,13 @@ class Bench:
         self.sort = Sort(groups, 100, is_told=is_told)
         self.client = Finder()
         self.pool = Pool(100, lambda _: None)
+        engine_groups = self.sort.engine_groups()
+        needs = [
+            replace(group.need, num_shards=2 + group.number, num_readers=3 - group.number) for group in engine_groups
+        ]
         facts = adapter("scheduler").EngineFacts(
-            groups=self.sort.engine_groups(), num_workers=1, num_shards=2, num_readers=3, num_blocks=100,
-            held_share_max=held_share_max, has_prefix_cache=True,
+            groups=engine_groups, needs=tuple(needs), num_workers=1, num_blocks=100, held_share_max=held_share_max,
+            has_prefix_cache=True,
         )  # fmt: skip
         namespace = Namespace("model", "", "bf16", "layout", "1", CHUNK_TOKENS)
         side = adapter("scheduler").SchedulerSide
@@ -108,11 +113,11 @@ def stored(meta: Any) -> list[tuple[int, int, tuple[int, ...]]]:
 
 
 def test_a_lookup_tells_needs_shards_and_readers():
-    """The daemon is asked with what each group needs, by its order, on all shards, for all readers."""
+    """The daemon is asked with what each group needs, by its order, on all its shards, for all its readers."""
     bench = Bench(WITH_WINDOW)
     bench.request(40)
     (lookup,) = bench.client.sent
-    assert lookup.needs == (wire.NeedSpec("full", None, 2, 3), wire.NeedSpec("window", 1, 2, 3))
+    assert lookup.needs == (wire.NeedSpec("full", None, 2, 3), wire.NeedSpec("window", 1, 3, 2))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +129,59 @@ def test_a_token_is_left_to_compute_unless_all_groups_are_full(groups: Any, num_
     bench = Bench(groups)
     bench.request(num_tokens)
     assert len(bench.client.sent[0].digests) == num_asked * DIGEST_NBYTES
+
+
+@pytest.mark.parametrize("groups", [WITH_WINDOW, WITH_DRAFT], ids=["full and window", "full"])
+def test_a_hit_is_what_is_found_and_not_there(groups: Any):
+    """For every length, and chunks and blocks that the daemon and the engine have: what else is found, if it is a chunk
+    or more. It never reaches behind the prompt, nor to its end where a token must be left to compute.
+    """
+    for num_tokens in range(1, 65):
+        for num_found in range(num_tokens // CHUNK_TOKENS + 1):
+            for num_local in range(0, num_tokens + 1, 8):
+                bench = Bench(groups)
+                bench.client.num_found = num_found
+                promised, is_async = bench.connector.get_num_new_matched_tokens(bench.request(num_tokens), num_local)
+                last = num_tokens - (groups is WITH_WINDOW)
+                best = min(num_found, last // CHUNK_TOKENS) * CHUNK_TOKENS - num_local
+                assert promised == (best if best >= CHUNK_TOKENS else 0)
+                assert is_async is (promised > 0)
+                assert num_local + promised <= max(last, num_local)
+
+
+@pytest.mark.parametrize(
+    "nameless", [{"prompt_embeds": object()}, {"prompt_is_token_ids": [True, False]}, {"resumable": True}], ids=list
+)
+def test_what_has_no_name_is_not_cached(nameless: dict[str, Any]):
+    """Embeddings in a prompt, and tokens that may still change, are neither asked for nor stored; tokens alone are."""
+    for more, is_cached in ((nameless, False), ({}, True)):
+        bench = Bench(WITH_WINDOW)
+        bench.client.num_found = 1
+        request = Request("r", list(range(40)), 0)
+        request.__dict__.update(more)
+        bench.connector.on_new_request(request)
+        assert bool(bench.client.sent) is is_cached
+        assert bench.connector.get_num_new_matched_tokens(request, 0) == ((16, True) if is_cached else (0, False))
+        stores = stored(bench.step(0, 40, [1, 2, 3, 4, 5], list(range(6, 16)), is_new=True))
+        assert bool(stores) is is_cached
+
+
+def test_a_prompt_is_named_with_what_it_shows():
+    """One text with two images has one name before the image and two from its chunk on; the same image under another
+    request has one.
+    """
+
+    def names(identifier: str) -> list[Digest]:
+        bench = Bench(WITH_WINDOW)
+        place = SimpleNamespace(offset=20, length=5)
+        request = Request(identifier, list(range(49)), 0)
+        request.__dict__["mm_features"] = [SimpleNamespace(identifier=identifier, mm_position=place)]
+        bench.connector.on_new_request(request)
+        return split_digests(bench.client.sent[0].digests)
+
+    one, other, again = names("one"), names("other"), names("one")
+    assert one == again
+    assert [left == right for left, right in zip(one, other, strict=True)] == [True, False, False]
 
 
 def test_a_load_is_held_and_names_its_groups():

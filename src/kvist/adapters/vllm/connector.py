@@ -25,7 +25,7 @@ from kvist.adapters.vllm.metadata import KvistMetadata, KvistWorkerMetadata, Sto
 from kvist.adapters.vllm.namespace import describe_namespace
 from kvist.adapters.vllm.options import Options, parse_options
 from kvist.adapters.vllm.scheduler import EngineFacts, SchedulerSide
-from kvist.adapters.vllm.shards import Cut, choose_sharding
+from kvist.adapters.vllm.shards import Cut, choose_shardings
 from kvist.adapters.vllm.sharing import share_storages
 from kvist.adapters.vllm.worker import Results, WorkerSide
 from kvist.client.client import Client
@@ -134,20 +134,19 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _choose_cut(self) -> Cut:
         """Work out from the configuration what both sides must agree on."""
         is_opaque = self._options.pages == "opaque"
-        chunk_tokens = choose_chunk_tokens(self._options, self._cache_config)
+        chunk_tokens = choose_chunk_tokens(self._options, self._config, self._cache_config)
         groups = engine_groups(self._config, self._cache_config, chunk_tokens)
-        sharding = choose_sharding(
-            self._config, self._cache_config, head_shards=self._options.head_shards, is_opaque=is_opaque
+        shardings = choose_shardings(
+            self._config, self._cache_config, groups, head_shards=self._options.head_shards, is_opaque=is_opaque
         )
-        return Cut(groups, sharding, chunk_tokens, is_opaque)
+        return Cut(groups, shardings, chunk_tokens, is_opaque)
 
     def _make_scheduler(self, cut: Cut) -> SchedulerSide:
         namespace = describe_namespace(self._config, self._cache_config, cut, version=self._options.weights_version)
         facts = EngineFacts(
             groups=cut.groups,
+            needs=cut.needs,
             num_workers=self._config.parallel_config.world_size,
-            num_shards=cut.sharding.num_shards,
-            num_readers=cut.sharding.num_readers,
             num_blocks=int(self._cache_config.num_blocks),
             # What a daemon reads is held for as long as it takes, even if that is for ever; what this process reads is
             # let go of in time.
@@ -324,8 +323,8 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if not self._allocated(request, blocks, num_external_tokens) and num_external_tokens > 0:
             # The engine waits for a load now, so one must be reported: as failed, with every block that it meant.
             meant: tuple[int, ...] = ()
-            if self._tells_blocks:
-                num_blocks = num_external_tokens // layout.block_tokens(self._cache_config)
+            if self._tells_blocks and self._cut is not None:
+                num_blocks = num_external_tokens // self._cut.groups[0].block_tokens
                 meant = tuple(blocks.get_block_ids()[0][-num_blocks:])
             self._undone[request.request_id] = meant
             self._note_failed({request.request_id})

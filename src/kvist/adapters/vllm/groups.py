@@ -44,6 +44,7 @@ class EngineGroup:
     """Place in vLLM's tuples of block ids."""
     kind: GroupKind
     block_tokens: int
+    """Tokens that a block id stands for, on all ranks that take turns with them."""
     window: int | None
     """Tokens: of a sliding window, in whole blocks where it is shorter than a chunk, or of an attention chunk."""
     blocks_per_chunk: int
@@ -51,8 +52,18 @@ class EngineGroup:
     stored_blocks_per_chunk: int
     """How many of them are kept: the last ones."""
     need: Need
+    """As on one shard with one reader."""
     is_draft: bool = False
     """Holds layers of a draft model, which may rewrite the last block while the engine decodes."""
+    num_turns: int = 1
+    """Ranks that take turns with the tokens of a block."""
+    turn_tokens: int = 0
+    """How many tokens a rank takes at its turn; 0 where none take turns."""
+
+    @property
+    def rank_block_tokens(self) -> int:
+        """Tokens of a block that one rank holds."""
+        return self.block_tokens // self.num_turns
 
 
 def engine_groups(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> tuple[EngineGroup, ...]:
@@ -63,16 +74,29 @@ def engine_groups(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> 
     Raises:
         LayoutError: a group, or how it is cut over ranks, is not served; names it.
     """
-    parallel = vllm_config.parallel_config
-    sizes = [
-        int(getattr(parallel, f"{name}_context_parallel_size", 1)) for name in ("decode", "prefill")
-    ]  # fmt: skip
-    if max(sizes) > 1:
-        raise LayoutError(f"context parallelism of {sizes[0]} (decode) and {sizes[1]} (prefill) ranks is not served")
-    return tuple(_describe(number, group, chunk_tokens) for number, group in served_groups(kv_cache_config))
+    num_prefill = int(getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1))
+    if num_prefill > 1:
+        raise LayoutError(
+            f"context parallelism of {num_prefill} ranks in prefills is not served: which rank holds a token when a "
+            f"step ends is not known; start without --prefill-context-parallel-size"
+        )
+    return tuple(
+        _describe(number, group, chunk_tokens, *_turns(vllm_config, number, group.kv_cache_spec))
+        for number, group in served_groups(kv_cache_config)
+    )
 
 
-def choose_chunk_tokens(options: Options, kv_cache_config: Any) -> int:
+def num_turns(vllm_config: Any, spec: Any) -> int:
+    """Return how many ranks of decode context parallelism take turns with the tokens of a group's blocks.
+
+    Before vLLM said so of each group (``dcp_sharded``, 0.32), they did with those of full attention alone.
+    """
+    is_full = all(_KINDS.get(type(one).__name__) is GroupKind.FULL for one in specs_of(spec))
+    is_dealt_out = getattr(spec, "dcp_sharded", is_full)
+    return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)) if is_dealt_out else 1
+
+
+def choose_chunk_tokens(options: Options, vllm_config: Any, kv_cache_config: Any) -> int:
     """Return the chunk size for an engine: a multiple of all groups' blocks, as vLLM's own hits are.
 
     Without the option 256 tokens, or what comes next below it as a multiple; one such block where it has 128 tokens or
@@ -81,7 +105,8 @@ def choose_chunk_tokens(options: Options, kv_cache_config: Any) -> int:
     Raises:
         ConfigError: the option is no multiple of the blocks.
     """
-    sizes = sorted({int(group.kv_cache_spec.block_size) for group in kv_cache_config.kv_cache_groups})
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    sizes = sorted({int(spec.block_size) * num_turns(vllm_config, spec) for spec in specs})
     block = math.lcm(*sizes)
     if options.chunk_tokens % block:
         raise ConfigError(
@@ -138,11 +163,11 @@ def kind_of(spec: Any) -> GroupKind:
     return kind
 
 
-def _describe(number: int, group: Any, chunk_tokens: int) -> EngineGroup:
+def _describe(number: int, group: Any, chunk_tokens: int, num_turns: int, turn_tokens: int) -> EngineGroup:
     spec = group.kv_cache_spec
     kind = kind_of(spec)
     first = specs_of(spec)[0]
-    block_tokens = int(spec.block_size)
+    block_tokens = int(spec.block_size) * num_turns
     if kind is GroupKind.RECURRENT and str(first.mamba_cache_mode) == "none":
         raise LayoutError(
             f"KV cache group {number} ({group.layer_names[0]} and others) keeps no states where blocks end; start with "
@@ -159,7 +184,28 @@ def _describe(number: int, group: Any, chunk_tokens: int) -> EngineGroup:
         stored_blocks_per_chunk=layers.stored_blocks_per_chunk(chunk_tokens),
         need=need_of(layers, chunk_tokens),
         is_draft=bool(getattr(group, "is_eagle_group", False)),
+        num_turns=num_turns,
+        turn_tokens=turn_tokens,
     )
+
+
+def _turns(vllm_config: Any, number: int, spec: Any) -> tuple[int, int]:
+    """Return how many ranks take turns with a group's tokens, and how many tokens each takes at its turn."""
+    count, kind = num_turns(vllm_config, spec), kind_of(spec)
+    if count == 1:
+        return 1, 0
+    if kind is not GroupKind.FULL:
+        raise LayoutError(
+            f"KV cache group {number} of kind {kind.value!r} deals its tokens out to {count} ranks (decode context "
+            f"parallelism); served are those of kind 'full'"
+        )
+    tokens, block_tokens = int(vllm_config.parallel_config.cp_kv_cache_interleave_size), int(spec.block_size)
+    if tokens < 1 or block_tokens % tokens:
+        raise LayoutError(
+            f"ranks that take {tokens} tokens at their turn (cp_kv_cache_interleave_size) into blocks of "
+            f"{block_tokens} tokens of KV cache group {number}, which must be a multiple"
+        )
+    return count, tokens
 
 
 def _window_of(spec: Any, kind: GroupKind, block_tokens: int, chunk_tokens: int) -> int | None:

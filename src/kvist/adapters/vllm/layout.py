@@ -56,11 +56,6 @@ def check_served(vllm_config: Any) -> None:
         )
 
 
-def block_tokens(kv_cache_config: Any) -> int:
-    """Return the tokens of one block of the first group."""
-    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
     """One worker's KV memory."""
@@ -90,8 +85,9 @@ def describe_memory(vllm_config: Any, kv_caches: Mapping[str, Any], kv_cache_con
     rows: list[RowMemory] = []
     storages: dict[int, tuple[int, Any]] = {}
     texts = []
-    shards = cut.sharding.shards_of(int(vllm_config.parallel_config.rank))
-    for number, group in enumerate(cut.groups):
+    rank = int(vllm_config.parallel_config.rank)
+    for number, (group, sharding) in enumerate(zip(cut.groups, cut.shardings, strict=True)):
+        shards = sharding.shards_of(rank)
         reader = _Reader(vllm_config, kv_cache_config, group, cut.is_opaque, storages)
         views = reader.views(kv_caches)
         found = reader.layers(views)
@@ -225,15 +221,15 @@ class _Reader:
         names = axes.split()
         shape = tuple(tensor.shape)
         parts = _parts(shape, names.index("NB"), self._num_blocks) if len(shape) == len(names) else 1
-        size = rows.head_size
-        sizes = {"NB": self._num_blocks * parts, "2": 2, "BS": self._group.block_tokens // parts}
+        size, tokens = rows.head_size, self._group.rank_block_tokens
+        sizes = {"NB": self._num_blocks * parts, "2": 2, "BS": tokens // parts}
         sizes |= {"NH": rows.num_heads, "HS": size, "2HS": 2 * size, "C": size}
         expected = tuple(sizes[axis] for axis in names)
         dtype = self._specs[name].dtype
-        if shape != expected or tensor.dtype != dtype or self._group.block_tokens % parts:
+        if shape != expected or tensor.dtype != dtype or tokens % parts:
             raise LayoutError(
                 f"{backend} of vLLM 0.{minor_version()} has KV of shape {list(expected)} ({axes}) and {dtype} in "
-                f"blocks of {self._group.block_tokens} tokens, and this is {list(shape)} and {tensor.dtype}; "
+                f"blocks of {tokens} tokens, and this is {list(shape)} and {tensor.dtype}; "
                 f"{_SET_OPAQUE}"
             )
         try:
@@ -242,9 +238,9 @@ class _Reader:
             if parts == 1:
                 raise
             raise LayoutError(
-                f"{backend} sees a block of {self._group.block_tokens} tokens as {parts} of its own, whose tokens do "
+                f"{backend} sees a block of {tokens} tokens as {parts} of its own, whose tokens do "
                 f"not follow each other (strides {tensor.stride()}); start with --block-size "
-                f"{self._group.block_tokens // parts}, or {_SET_OPAQUE}"
+                f"{tokens // parts}, or {_SET_OPAQUE}"
             ) from error
 
 

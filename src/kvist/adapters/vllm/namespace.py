@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from kvist.adapters.vllm.formats import layout_name, row_format
 from kvist.adapters.vllm.groups import EngineGroup, specs_of
-from kvist.adapters.vllm.shards import Cut
+from kvist.adapters.vllm.shards import Cut, Sharding
 from kvist.model.keys import Namespace
 
 _NO_WEIGHTS: Final = {".log", ".md", ".txt", ".lock", ".pyc"}
@@ -32,9 +32,12 @@ _ISA_FLAGS: Final = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2", "
 def describe_namespace(vllm_config: Any, kv_cache_config: Any, cut: Cut, *, version: str) -> Namespace:
     """Name an engine's KV. ``version`` is what the user calls its weights."""
     model = vllm_config.model_config
-    num_stages = cut.sharding.num_stages
+    num_stages = cut.shardings[0].num_stages
     content = {
-        "groups": [_describe_group(vllm_config, kv_cache_config, group, cut) for group in cut.groups],
+        "groups": [
+            _describe_group(vllm_config, kv_cache_config, group, sharding, is_opaque=cut.is_opaque)
+            for group, sharding in zip(cut.groups, cut.shardings, strict=True)
+        ],
         "stages": str(getattr(envs, "VLLM_PP_LAYER_PARTITION", None)) if num_stages > 1 else "",
     }
     weights = {
@@ -52,19 +55,26 @@ def describe_namespace(vllm_config: Any, kv_cache_config: Any, cut: Cut, *, vers
         revision=str(model.revision or getattr(model.hf_config, "_commit_hash", None) or ""),
         dtype=f"{model.dtype}/{vllm_config.cache_config.cache_dtype}",
         layout=_fingerprint(content),
-        shards=f"heads{cut.sharding.num_parts}.pp{num_stages}",
+        shards=f"heads{','.join(str(sharding.num_parts) for sharding in cut.shardings)}.pp{num_stages}",
         chunk_tokens=cut.chunk_tokens,
         weights=_fingerprint(weights),
     )
 
 
-def _describe_group(vllm_config: Any, kv_cache_config: Any, group: EngineGroup, cut: Cut) -> dict[str, Any]:
+def _describe_group(
+    vllm_config: Any, kv_cache_config: Any, group: EngineGroup, sharding: Sharding, *, is_opaque: bool
+) -> dict[str, Any]:
     found = kv_cache_config.kv_cache_groups[group.number]
     spec = specs_of(found.kv_cache_spec)[0]
-    rows = row_format(vllm_config, spec, is_opaque=cut.is_opaque)
-    named = {"kind": group.kind.value, "window": group.window, "layers": found.layer_names}
+    rows = row_format(vllm_config, spec, is_opaque=is_opaque)
+    named = {
+        "kind": group.kind.value,
+        "window": group.window,
+        "layers": found.layer_names,
+        "turns": f"{group.turn_tokens} of {group.num_turns * group.turn_tokens} tokens" if group.turn_tokens else "",
+    }
     if rows is not None:
-        return {**named, "rows": rows.content(cut.sharding.parts_per_rank)}
+        return {**named, "rows": rows.content(sharding.parts_per_rank)}
     return {
         **named,
         "engine": f"vllm {vllm.__version__}",

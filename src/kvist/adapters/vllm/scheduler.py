@@ -25,6 +25,7 @@ from kvist.adapters.vllm.options import Options, parse_request_options
 from kvist.adapters.vllm.tracking import Lookup, Tracked
 from kvist.client.client import Client, Pending
 from kvist.errors import ConfigError, KeyInvalid
+from kvist.model.coverage import Need
 from kvist.model.keys import DIGEST_NBYTES, Digest, MediaItem, Namespace, root_digest, split_digests
 from kvist.model.layout import GroupKind
 from kvist.wire import messages as wire
@@ -63,11 +64,9 @@ class EngineFacts:
     """What does not change while the engine runs."""
 
     groups: tuple[EngineGroup, ...]
+    needs: tuple[Need, ...]
+    """Of each group, over all workers."""
     num_workers: int
-    num_shards: int
-    """Of each prefix."""
-    num_readers: int
-    """Workers that read each shard."""
     num_blocks: int
     held_share_max: float
     """Part of the blocks that unfinished stores may hold."""
@@ -101,12 +100,7 @@ class SchedulerSide:
         self._groups = engine.groups
         blocks_per_chunk = sum(group.stored_blocks_per_chunk for group in engine.groups)
         self._held_max = max(blocks_per_chunk, int(engine.num_blocks * engine.held_share_max))
-        self._needs = describe_needs(
-            [
-                replace(group.need, num_shards=engine.num_shards, num_readers=engine.num_readers)
-                for group in engine.groups
-            ]
-        )
+        self._needs = describe_needs(engine.needs)
         has_tails = len(engine.groups) == 1 and engine.groups[0].kind is GroupKind.FULL
         self._tail_block_tokens = engine.groups[0].block_tokens if has_tails and not engine.groups[0].is_draft else 0
         """0: sequences of this engine have no tails."""

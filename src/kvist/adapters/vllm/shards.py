@@ -1,21 +1,22 @@
 """Which shards of a prefix each worker holds.
 
-The law: both sides of the connector compute the same numbers from the configuration. A shard is one part of the KV
-heads in one stage of the pipeline; workers that hold the same heads hold the same shard. Where it is not certain that
-they do, each has a shard of its own: the same bytes are then kept more than once, and never taken for each other.
+The law: both sides of the connector compute the same numbers from the configuration. A shard is one part of a group's
+KV heads in one stage of the pipeline, and of its tokens where ranks of context parallelism deal these out; workers that
+hold the same heads and tokens hold the same shard. Where it is not certain that they do, each has a shard of its own:
+the same bytes are then kept more than once, and never taken for each other.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvist.adapters.vllm.formats import row_format
 from kvist.adapters.vllm.groups import EngineGroup, served_groups, specs_of
 from kvist.errors import LayoutError
+from kvist.model.coverage import Need
 
 _LATENT_SPECS: Final = ("MLAAttentionSpec", "SlidingWindowMLASpec")
 _KEYS_OF_HEADS: Final = re.compile(r"kv_heads|key_value_heads|block_configs|head_num|attention_other_setting|n_head_kv")
@@ -23,32 +24,39 @@ _KEYS_OF_HEADS: Final = re.compile(r"kv_heads|key_value_heads|block_configs|head
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How one engine's KV is cut."""
+    """How one group's KV is cut."""
 
     num_ranks: int
     """Tensor-parallel ones."""
     num_stages: int
     """Pipeline-parallel ones."""
     num_readers: int
-    """Tensor-parallel ranks, one behind another, that hold the same heads."""
+    """Tensor-parallel ranks that hold the same shards."""
     num_parts: int
     """Of the heads, over all ranks."""
+    num_turns: int = 1
+    """Ranks, one behind another, that take turns with the tokens of the same heads."""
 
     @property
     def num_shards(self) -> int:
         """Of one prefix."""
-        return self.num_parts * self.num_stages
+        return self.num_parts * self.num_turns * self.num_stages
 
     @property
     def parts_per_rank(self) -> int:
         """Parts that one rank holds."""
-        return self.num_parts * self.num_readers // self.num_ranks
+        return self.num_parts * self._num_alike // self.num_ranks
 
-    def shards_of(self, rank: int) -> range:
+    def shards_of(self, rank: int) -> list[int]:
         """Return the shards that a worker holds, in the order of its heads."""
         stage, place = divmod(rank % (self.num_ranks * self.num_stages), self.num_ranks)
-        first = stage * self.num_parts + place // self.num_readers * self.parts_per_rank
-        return range(first, first + self.parts_per_rank)
+        first = stage * self.num_parts + place // self._num_alike * self.parts_per_rank
+        return [part * self.num_turns + place % self.num_turns for part in range(first, first + self.parts_per_rank)]
+
+    @property
+    def _num_alike(self) -> int:
+        """Ranks, one behind another, that hold the same heads."""
+        return self.num_readers * self.num_turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,47 +64,42 @@ class Cut:
     """What both sides of the connector have worked out from the configuration."""
 
     groups: tuple[EngineGroup, ...]
-    sharding: Sharding
+    shardings: tuple[Sharding, ...]
+    """Of each group: heads may be the same on ranks that have a state each."""
     chunk_tokens: int
     is_opaque: bool
     """All blocks are kept as their kernels pack them."""
 
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What each group needs of a prefix, over all its shards."""
+        return tuple(
+            replace(group.need, num_shards=sharding.num_shards, num_readers=sharding.num_readers)
+            for group, sharding in zip(self.groups, self.shardings, strict=True)
+        )
 
-def choose_sharding(vllm_config: Any, kv_cache_config: Any, *, head_shards: int, is_opaque: bool) -> Sharding:
-    """Return how an engine's KV is cut.
+
+def choose_shardings(
+    vllm_config: Any, kv_cache_config: Any, groups: Sequence[EngineGroup], *, head_shards: int, is_opaque: bool
+) -> tuple[Sharding, ...]:
+    """Return how each group's KV is cut: into ``head_shards`` parts, or all its heads if these are fewer.
 
     Raises:
-        LayoutError: it cannot be cut into so many parts.
+        LayoutError: a group cannot be cut into so many parts, or none has so many heads.
     """
-    parallel = vllm_config.parallel_config
-    num_ranks = int(parallel.tensor_parallel_size)
-    groups = served_groups(kv_cache_config)
-    num_readers = math.gcd(num_ranks, *(num_replicas(vllm_config, _first_spec(group)) for _, group in groups))
-    num_distinct = num_ranks // num_readers
-    num_parts = head_shards or num_distinct
-    if num_parts % num_distinct:
-        raise LayoutError(
-            f"head_shards {num_parts} is no multiple of the {num_distinct} different parts of the KV heads that "
-            f"{num_ranks} tensor-parallel ranks hold"
-        )
-    per_rank = num_parts // num_distinct
-    for number, group in groups if per_rank > 1 else ():
-        found = row_format(vllm_config, _first_spec(group), is_opaque=is_opaque)
-        if found is None or found.is_latent:
-            raise LayoutError(
-                f"head_shards {num_parts} would cut what a rank holds into {per_rank} parts, and KV cache group "
-                f"{number} has no heads that can be told apart; set it to {num_distinct}, or leave it out"
-            )
-        if found.num_heads % per_rank:
-            raise LayoutError(
-                f"head_shards {num_parts} would cut the {found.num_heads} KV heads of KV cache group {number} on each "
-                f"rank into {per_rank} parts, which must be equal"
-            )
-    return Sharding(num_ranks, int(parallel.pipeline_parallel_size), num_readers, num_parts)
+    by_number = dict(served_groups(kv_cache_config))
+    found = tuple(
+        _choose_sharding(vllm_config, group, by_number[group.number], head_shards=head_shards, is_opaque=is_opaque)
+        for group in groups
+    )
+    most = max(sharding.num_parts for sharding in found)
+    if most < head_shards:
+        raise LayoutError(f"head_shards {head_shards} is more than the {most} KV heads of any group; set it to {most}")
+    return found
 
 
 def num_replicas(vllm_config: Any, spec: Any) -> int:
-    """Return how many tensor-parallel ranks, one behind another, surely hold the same of a layer."""
+    """Return how many tensor-parallel ranks, one behind another, surely hold the same heads of a layer."""
     num_ranks = int(vllm_config.parallel_config.tensor_parallel_size)
     if hasattr(spec, "shapes"):
         return num_ranks if getattr(spec, "tp_replicated", False) else 1
@@ -122,8 +125,45 @@ def check_alike(vllm_config: Any, specs: Sequence[Any], *, number: int) -> None:
         )
 
 
-def _first_spec(group: Any) -> Any:
-    return specs_of(group.kv_cache_spec)[0]
+def _choose_sharding(
+    vllm_config: Any, group: EngineGroup, found: Any, *, head_shards: int, is_opaque: bool
+) -> Sharding:
+    parallel = vllm_config.parallel_config
+    num_ranks, num_stages = int(parallel.tensor_parallel_size), int(parallel.pipeline_parallel_size)
+    spec = specs_of(found.kv_cache_spec)[0]
+    num_alike, num_turns = num_replicas(vllm_config, spec), group.num_turns
+    if num_ranks % num_alike:
+        num_alike = 1
+    if num_alike % num_turns:
+        num_alike = num_turns = 1  # Whatever heads and tokens a rank holds, they are its own.
+    num_distinct = num_ranks // num_alike
+    num_parts = num_distinct
+    if head_shards:
+        rows = row_format(vllm_config, spec, is_opaque=is_opaque)
+        num_heads = None if rows is None or rows.is_latent else rows.num_heads * num_distinct
+        num_parts = min(head_shards, num_heads or head_shards)
+        _check_parts(group.number, num_parts, num_distinct, num_heads, num_ranks)
+    return Sharding(num_ranks, num_stages, num_alike // num_turns, num_parts, num_turns)
+
+
+def _check_parts(number: int, num_parts: int, num_distinct: int, num_heads: int | None, num_ranks: int) -> None:
+    if num_parts % num_distinct:
+        raise LayoutError(
+            f"head_shards {num_parts} is no multiple of the {num_distinct} different parts of the KV heads of KV cache "
+            f"group {number} that {num_ranks} tensor-parallel ranks hold"
+        )
+    if num_parts == num_distinct:
+        return
+    if num_heads is None:
+        raise LayoutError(
+            f"head_shards {num_parts} would cut what a rank holds into {num_parts // num_distinct} parts, and KV cache "
+            f"group {number} has no heads that can be told apart; set it to {num_distinct}, or leave it out"
+        )
+    if num_heads % num_parts:
+        raise LayoutError(
+            f"head_shards {num_parts} would cut the {num_heads} KV heads of KV cache group {number} into parts that "
+            f"are not equal"
+        )
 
 
 def _total_heads(vllm_config: Any) -> int | None:
