@@ -24,8 +24,12 @@ class Finder:
     """A client that finds as many chunks as it is told."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.num_found = 0
         self.tail_found = 0
+        self.num_loading = self.loading_ms = 0
+        self.rests: list[float] = []
+        """For how long it was told to wait for nothing in particular."""
         self.sent: list[wire.Request] = []
         self.is_connected, self.is_late, self.welcome = True, False, None
 
@@ -33,11 +37,12 @@ class Finder:
         request = build(len(self.sent) + 1)
         self.sent.append(request)
         found = min(self.num_found, len(getattr(request, "digests", b"")) // DIGEST_NBYTES)
-        return Pending(
-            request.id, 0.0, wire.LookupReply(request.id, found, b"lease" if found else b"", self.tail_found)
-        )  # fmt: skip
+        lease = b"lease %d" % request.id if found else b""
+        reply = wire.LookupReply(request.id, found, lease, self.tail_found, self.num_loading, self.loading_ms)
+        return Pending(request.id, self.now, reply)
 
-    def poll(self, timeout_s: float = 0.0) -> None: ...
+    def poll(self, timeout_s: float = 0.0) -> None:
+        self.rests += [timeout_s] if timeout_s else []
 
     def wait(self, pending: Pending, deadline_s: float) -> None: ...
 
@@ -49,13 +54,13 @@ class Bench:
         self.sort = Sort(groups, 100, is_told=is_told)
         self.client = Finder()
         self.pool = Pool(100, lambda _: None)
-        facts = adapter("scheduler").EngineFacts(
+        facts = adapter("groups").EngineFacts(
             groups=self.sort.engine_groups(), num_workers=1, num_shards=2, num_readers=3, num_blocks=100,
             held_share_max=held_share_max, has_prefix_cache=True,
         )  # fmt: skip
         namespace = Namespace("model", "", "bf16", "layout", "1", CHUNK_TOKENS)
         side = adapter("scheduler").SchedulerSide
-        self.side = side(self.client, adapter("options").Options(), namespace, facts, clock=lambda: 0.0)
+        self.side = side(self.client, adapter("options").Options(), namespace, facts, clock=lambda: self.client.now)
         kind = adapter("connector").KvistConnector
         self.connector = kind.__new__(kind)
         self.connector.__dict__.update(

@@ -55,6 +55,28 @@ class EngineGroup:
     """Holds layers of a draft model, which may rewrite the last block while the engine decodes."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What does not change while the engine runs."""
+
+    groups: tuple[EngineGroup, ...]
+    num_workers: int
+    num_shards: int
+    """Of each prefix."""
+    num_readers: int
+    """Workers that read each shard."""
+    num_blocks: int
+    held_share_max: float
+    """Part of the blocks that unfinished stores may hold."""
+    has_prefix_cache: bool
+    """The engine itself keeps finished prompts' blocks for others."""
+
+    @property
+    def needs_last_token(self) -> bool:
+        """A prompt must not be loaded whole: the engine would go back by a token, and a state or window does not."""
+        return any(group.kind is not GroupKind.FULL for group in self.groups)
+
+
 def engine_groups(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> tuple[EngineGroup, ...]:
     """Return the groups that are kept, in vLLM's order, in chunks of ``chunk_tokens``.
 
