@@ -11,22 +11,32 @@ from collections import Counter
 
 import pytest
 
+from kvist.tiering.controller import WritePolicy
+from tests.simulation.tiers import step_tier, trouble_tier
 from tests.simulation.world import STEPS, World
 from tests.support import kinds
+from tests.support.memory_tier import MemoryTier
 from tests.support.simulated import SimulatedDaemon, SimulatedEngine
 
 NUM_SLOTS = 12
+STEPS_OF_TIERS = {step_tier: 25, trouble_tier: 0.3}
 
 
-def run(seed: int, num_steps: int, *, has_rows: bool = False) -> Counter[str]:
+def run(seed: int, num_steps: int, *, has_rows: bool = False, num_tiers: int = 0) -> Counter[str]:
     """Let a world run, end all of it, and return what was seen. Where engines have rows, there is more to copy."""
     chance = random.Random(seed)
-    daemon = SimulatedDaemon(NUM_SLOTS * (3 if has_rows else 1), queue_max=chance.choice([2, 1000]))
+    tiers = [MemoryTier(f"tier {number}") for number in range(num_tiers)]
+    daemon = SimulatedDaemon(
+        (NUM_SLOTS - 4 * bool(tiers)) * (3 if has_rows else 1), queue_max=chance.choice([2, 1000]), tiers=tiers,
+        policy=chance.choice(list(WritePolicy)) if tiers else WritePolicy.ALWAYS,
+    )  # fmt: skip
     number = seed % len(kinds.KINDS_OF_ROWS)
     others = kinds.KINDS_OF_ROWS[:number] + kinds.KINDS_OF_ROWS[number + 1 :]
     of_rows = [kinds.KINDS_OF_ROWS[number], chance.choice(others)]  # In as many seeds as there are kinds, all of them.
     world = World(chance, daemon, of_rows if has_rows else chance.sample(kinds.KINDS, 3))
     steps = {**STEPS, World.slice: 40, World.deliver: 40, World.corrupt: 4} if has_rows else STEPS
+    if tiers:  # What was stored is evicted soon, and asked for often.
+        steps = {**steps, World.look_up: 12, World.store: 8, World.corrupt: 0.5, **STEPS_OF_TIERS}
     everyone = world.engines
     for _ in range(8):
         world.connect()
@@ -49,6 +59,8 @@ def run(seed: int, num_steps: int, *, has_rows: bool = False) -> Counter[str]:
         daemon.settle()
     daemon.service.check_invariants()
     check_quiet(daemon, ended)
+    for counter in ("chunks_promoted", "chunks_demoted", "demotions_passed_over", "demotions_refused"):
+        world.num_seen[counter] += daemon.status().counters.get(counter, 0)
     daemon.close()
     return world.num_seen
 
@@ -106,6 +118,23 @@ def test_whatever_happens_to_rows_no_prefix_is_a_mix(part: int):
         "stored", "pool full", "no parent", "hits", "misses", "hits over a hole", "invalid_blocks", "lease_claimed",
         "loaded full", "loaded window", "loaded chunked", "loaded recurrent", "corrupt", "deaths with copies",
         "loaded of uneven groups", "loaded tails",
+    ):  # fmt: skip
+        assert seen[outcome] > 0, outcome
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_whatever_happens_to_tiers_bytes_are_right_and_nothing_is_left(part: int):
+    """Over many seeds with slow, failing and forgetful tiers: no byte is served that was not stored, none is left.
+
+    A lookup says of each chunk whether it is here, on its way or neither; slots come back exactly once.
+    """
+    seen: Counter[str] = Counter()
+    for seed in range(part * 1000, part * 1000 + 12):
+        has_rows = seed % 3 == 0
+        seen += run(seed, 1200 if has_rows else 800, has_rows=has_rows, num_tiers=1 + seed % 2)
+    for outcome in (
+        "loading", "no room to promote", "reads failed", "lost by a tier", "chunks_promoted", "chunks_demoted",
+        "demotions_refused", "loaded",
     ):  # fmt: skip
         assert seen[outcome] > 0, outcome
 

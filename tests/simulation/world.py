@@ -6,16 +6,17 @@ follow here from names and stamps, and from nothing that the service says.
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvist.index.chunk_index import ChunkState
-from kvist.model.keys import Digest, chunk_keys
 from kvist.model.layout import GroupKind
 from kvist.model.rows import Row
 from kvist.wire import messages as wire
 from kvist.wire.describing import describe_needs
+from tests.simulation.tiers import check_loading, is_promised, key_of
 from tests.support import kinds
 from tests.support.copying import CopyingEngine
 from tests.support.engine import packed
@@ -228,10 +229,13 @@ class World:
         num_expected = self.num_servable(kind, wanted)
         tail_expected = self.longest_tail(kind, wanted_tails) if num_expected == len(wanted) else 0
         needs = describe_needs(kind.needs)
+        num_promised = self.num_servable(kind, wanted, lambda key, row: is_promised(self, key, row))
+        before = self.daemon.status().counters
         engine.send(lambda i: wire.Lookup(i, b"".join(wanted), needs, b"".join(wanted_tails)))
         _, reply = engine.replies.pop()
         assert isinstance(reply, wire.LookupReply)
         assert (reply.num_chunks, reply.tail) == (num_expected, tail_expected)
+        check_loading(self, kind, wanted, reply, num_promised, Counter(before))
         is_hit = reply.num_chunks > 0 or reply.tail > 0
         assert (reply.lease != b"") is is_hit
         self.num_seen["hits" if is_hit else "misses"] += 1
@@ -251,16 +255,15 @@ class World:
         held = [*wanted[: reply.num_chunks], *tail]
         self.leases.append(Granted(reply.lease, kind, held, tail_blocks, engine, deadline, unclaimed))
 
-    def num_servable(self, kind: Kind, wanted: list[bytes]) -> int:
+    def num_servable(
+        self, kind: Kind, wanted: list[bytes], is_there: Callable[[bytes, Row], bool] | None = None
+    ) -> int:
         """Return what a lookup must find: the longest prefix of which every row holds what its group needs."""
+        is_there = is_there or self.is_sealed
         return max(
             num
             for num in range(len(wanted) + 1)
-            if all(
-                self.is_sealed(wanted[number], row)
-                for row in kind.ways
-                for number in needed(kind.needs[row.group], num)
-            )
+            if all(is_there(wanted[number], row) for row in kind.ways for number in needed(kind.needs[row.group], num))
         )
 
     def found_of(self, kind: Kind, names: list[str]) -> list[str]:
@@ -275,7 +278,7 @@ class World:
         )
 
     def is_sealed(self, key: bytes, row: Row) -> bool:
-        (found,) = self.daemon.service._index.find_sealed(chunk_keys([Digest(key)], group=row.group, shard=row.shard))
+        (found,) = self.daemon.service._index.find_sealed([key_of(key, row)])
         return found is not None
 
     def retrieve(self) -> None:

@@ -95,7 +95,7 @@ class Engine:
         options = adapter("options").Options(deadline_s=DEADLINE_S)
         namespace = Namespace("model", "", "bf16", "layout", "1", CHUNK_TOKENS)
         self._root = root_digest(namespace)
-        facts = adapter("scheduler").EngineFacts(
+        facts = adapter("groups").EngineFacts(
             groups=self.groups, needs=tuple(group.need for group in self.groups), num_workers=1,
             num_blocks=self.sort.num_blocks, held_share_max=0.25, has_prefix_cache=True,
         )  # fmt: skip

@@ -23,11 +23,13 @@ from kvist.server.runtime import Runtime
 from kvist.server.service import CacheService
 from kvist.server.sessions import Peer, Session
 from kvist.storage.slots import SlotAllocator
+from kvist.tiering.controller import TiersBehind, WritePolicy
 from kvist.transfer.executor import Job
 from kvist.wire import messages as wire
 from tests.support.engine import describe_rows
 from tests.support.layouts import ChunkMap, Laid
 from tests.support.memory import GUARD, SharedMemory
+from tests.support.memory_tier import MemoryTier
 
 LEASE_TTL_S = 10.0
 
@@ -178,7 +180,14 @@ class SimulatedDaemon:
     """A service with its pool, its device's thread and its loop, all driven by ``step``."""
 
     def __init__(
-        self, num_slots: int, *, queue_max: int = 1000, requests_max: int = 1000, is_isolated: bool = False
+        self,
+        num_slots: int,
+        *,
+        queue_max: int = 1000,
+        requests_max: int = 1000,
+        is_isolated: bool = False,
+        tiers: Sequence[MemoryTier] = (),
+        policy: WritePolicy = WritePolicy.ALWAYS,
     ) -> None:
         self.now = 1000.0
         self.engines: list[SimulatedEngine] = []
@@ -197,13 +206,15 @@ class SimulatedDaemon:
         )  # fmt: skip
         limits = wire.Limits(1 << 20, wire.CHUNKS_MAX, wire.BLOCKS_MAX, requests_max, LEASE_TTL_S)
         self.slots = WatchedSlots(self.pool.nbytes, self.ordered_slots)
+        self.tiers = tiers
         self.service = CacheService(
-            runtime, self.slots, LeastRecentlyUsed(), pool_nbytes=self.pool.nbytes, limits=limits
-        )
+            runtime, self.slots, LeastRecentlyUsed(), pool_nbytes=self.pool.nbytes, limits=limits,
+            behind=TiersBehind(self.pool.bytes.data, tiers, policy),
+        )  # fmt: skip
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.posted) or self.executor.is_busy
+        return bool(self.posted) or self.executor.is_busy or any(tier.is_busy for tier in self.tiers)
 
     def ordered_slots(self) -> set[int]:
         """Return the slots that an engine has in its hands: ordered, unanswered, its process alive."""
@@ -223,6 +234,8 @@ class SimulatedDaemon:
         while self.is_busy:
             self.deliver()
             self.executor.step()
+            for tier in self.tiers:
+                tier.step()
 
     def status(self) -> wire.StatusReply:
         return self.service.status(0)
@@ -243,6 +256,8 @@ class SimulatedDaemon:
         assert all(engine.is_closed for engine in self.engines)
         assert not self.device.open
         assert all(process.is_closed for process in self.processes)
+        self.service._tiers.check_invariants()
+        assert self.service._tiers.is_quiet
         self.pool.close()
 
 

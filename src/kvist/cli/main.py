@@ -31,7 +31,7 @@ Socket = Annotated[str | None, typer.Option("--socket", help="Path of the daemon
 
 
 @app.command()
-def serve(
+def serve(  # noqa: PLR0913 -- an argument is an option
     pool: Annotated[str | None, typer.Option(help="Host memory for the cache, such as 8GiB.")] = None,
     socket: Socket = None,
     lease_ttl_s: Annotated[float | None, typer.Option(help="Seconds that a looked-up prefix is held.")] = None,
@@ -39,12 +39,19 @@ def serve(
         bool | None,
         typer.Option(help="Give the pool to no engine: the daemon alone copies."),
     ] = None,
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(help="A directory for chunks beyond the pool; repeat it for more drives.", metavar="PATH"),
+    ] = None,
+    disk_size: Annotated[str | None, typer.Option(help="Bytes on disk, in all, such as 200GiB.")] = None,
+    disk_write: Annotated[str | None, typer.Option(help="Write a chunk always, or on its second-use.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with any of the options.")] = None,
 ) -> None:
     """Run the daemon of this host until it is told to stop (SIGTERM, Ctrl-C)."""
     flags = {
         "pool": pool, "socket": socket, "lease_ttl_s": lease_ttl_s, "isolate": isolate, "log_level": log_level,
+        "disk": disk or None, "disk_size": disk_size, "disk_write": disk_write,
     }  # fmt: skip
     try:
         options = load_config(config, flags, process_environment())
@@ -105,10 +112,18 @@ def _status_table(reply: wire.StatusReply) -> Table:
     table.add_row("sessions", f"{reply.num_sessions}, {reply.num_registered} with KV memory")
     table.add_row("leases", str(reply.num_leases))
     table.add_row("copies in flight", str(reply.num_copies_in_flight))
+    for tier in reply.tiers:
+        table.add_row(tier.name, f"off: {tier.off_reason}" if tier.off_reason else _tier_line(tier))
     table.add_section()
     for name, value in sorted(reply.counters.items()):
         table.add_row(name, format_nbytes(value) if name.startswith("bytes_") else str(value))
     return table
+
+
+def _tier_line(tier: wire.TierStatus) -> str:
+    used = f"{format_nbytes(tier.used_nbytes)} of {format_nbytes(tier.capacity_nbytes)}, {tier.num_chunks} chunks"
+    rates = f"reads {format_nbytes(int(tier.read_rate))}/s, writes {format_nbytes(int(tier.write_rate))}/s"
+    return f"{used}; {rates}; {tier.num_queued_reads} reads and {tier.num_queued_writes} writes are queued"
 
 
 def _configure_logging(level: str) -> None:

@@ -140,8 +140,11 @@ class ChunkIndex:
             parent.first_child = chunk
         return chunk
 
-    def seal(self, chunk: Chunk, checksum: bytes) -> bool:
-        """Publish a chunk whose bytes have landed; return whether it was still wanted."""
+    def seal(self, chunk: Chunk, checksum: bytes, nbytes: int | None = None) -> bool:
+        """Publish a chunk whose bytes have landed; return whether it was still wanted.
+
+        It has as many as were reserved for it, unless ``nbytes`` says that it has fewer.
+        """
         if chunk.state is ChunkState.DROPPED:
             self._settle(chunk)
             return False
@@ -149,6 +152,8 @@ class ChunkIndex:
         self._num_reserved -= 1
         chunk.state = ChunkState.SEALED
         chunk.checksum = checksum
+        chunk.nbytes = chunk.nbytes if nbytes is None else nbytes
+        assert 0 < chunk.nbytes <= chunk.slot_nbytes
         self._offer(chunk)
         return True
 

@@ -1,4 +1,4 @@
-"""The longest prefix that the index can serve, and the chunks that it needs. Pure state.
+"""The longest prefix that can be served, and the chunks that it needs. Pure state.
 
 The law: what is returned is exactly what ``model.coverage`` says of the chunks that are sealed. Rows that need all of a
 prefix are looked at first and bound the others: behind their first gap nothing can be served.
@@ -6,38 +6,69 @@ prefix are looked at first and bound the others: behind their first gap nothing 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from kvist.index.chunk_index import Chunk, ChunkIndex
 from kvist.index.leases import Held
 from kvist.model.coverage import Need, first_needed, servable_chunks
-from kvist.model.keys import Digest, chunk_keys
+from kvist.model.keys import ChunkKey, Digest, chunk_keys
 from kvist.model.layout import GroupKind
 from kvist.model.rows import Row
+
+T = TypeVar("T")
 
 
 def find_prefix(index: ChunkIndex, digests: Sequence[Digest], needs: Sequence[Need]) -> tuple[int, dict[Row, Held]]:
     """Return how many chunks can be served, and what that needs of each row."""
+    num_chunks, found = cover(index.match, index.find_sealed, digests, needs)
+    return num_chunks, {row: _held(chunks, needs[row.group], num_chunks) for row, chunks in found.items()}
+
+
+def cover(
+    match: Callable[[Sequence[ChunkKey]], Sequence[T]],
+    find: Callable[[Sequence[ChunkKey]], Sequence[T | None]],
+    digests: Sequence[Digest],
+    needs: Sequence[Need],
+) -> tuple[int, dict[Row, Sequence[T | None]]]:
+    """Return how many chunks can be served from what is found, and what was found of each row, by chunk.
+
+    ``match`` returns what is there of the first keys, up to the first that is missing; ``find`` what is there of each.
+    """
     whole = [group for group, need in enumerate(needs) if need.kind is GroupKind.FULL]
     parts = [group for group, need in enumerate(needs) if need.kind is not GroupKind.FULL]
-    found: dict[Row, Sequence[Chunk | None]] = {}
+    found: dict[Row, Sequence[T | None]] = {}
     num_chunks = len(digests)
     for group in whole:
         for shard in range(needs[group].num_shards):
-            leading = index.match(chunk_keys(digests[:num_chunks], group=group, shard=shard))
+            leading = match(chunk_keys(digests[:num_chunks], group=group, shard=shard))
             found[Row(group, shard)] = leading
             num_chunks = len(leading)
     if parts and num_chunks:
-        presence = [np.empty((needs[group].num_shards, num_chunks), dtype=np.bool_) for group in parts]
-        for group, is_there in zip(parts, presence, strict=True):
+        for group in parts:
             for shard in range(needs[group].num_shards):
-                chunks = index.find_sealed(chunk_keys(digests[:num_chunks], group=group, shard=shard))
-                found[Row(group, shard)] = chunks
-                is_there[shard] = [chunk is not None for chunk in chunks]
-        num_chunks = servable_chunks([needs[group] for group in parts], presence)
-    return num_chunks, {row: _held(chunks, needs[row.group], num_chunks) for row, chunks in found.items()}
+                found[Row(group, shard)] = find(chunk_keys(digests[:num_chunks], group=group, shard=shard))
+        num_chunks = longest(found, needs, num_chunks, lambda chunk: chunk is not None, groups=parts)
+    return num_chunks, found
+
+
+def longest(
+    found: Mapping[Row, Sequence[T | None]],
+    needs: Sequence[Need],
+    num_chunks: int,
+    is_there: Callable[[T | None], bool],
+    *,
+    groups: Sequence[int] | None = None,
+) -> int:
+    """Return the longest prefix of at most so many chunks for which ``groups``, or all, have what they need."""
+    groups = range(len(needs)) if groups is None else groups
+    presence = [np.empty((needs[group].num_shards, num_chunks), dtype=np.bool_) for group in groups]
+    for group, shards in zip(groups, presence, strict=True):
+        for shard in range(needs[group].num_shards):
+            shards[shard] = [is_there(chunk) for chunk in found[Row(group, shard)][:num_chunks]]
+    return servable_chunks([needs[group] for group in groups], presence)
 
 
 def add_tail(index: ChunkIndex, rows: dict[Row, Held], tails: Sequence[Digest]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -16,11 +17,13 @@ from typing import Any, Final
 import msgspec
 
 from kvist.errors import ConfigError
+from kvist.tiering.controller import WritePolicy
 from kvist.units import GIB, parse_nbytes
 from kvist.wire.address import SOCKET_PATH_NBYTES_MAX, default_socket_path
 
 _ENVIRONMENT_PREFIX: Final = "KVIST_"
 _POOL_NBYTES_MIN: Final = 1 << 16
+_SIZES: Final = ("pool", "disk_size")
 
 
 class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,8 +46,14 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Queued copies of one device."""
     isolate: bool = False
     """Give no engine the pool: the daemon alone copies, and tenants that must not see each other can share it."""
+    disk: tuple[str, ...] = ()
+    """Directories that keep chunks beyond the pool and beyond this process, one on each drive."""
+    disk_size: int = 0
+    """Bytes on disk, in all directories together."""
+    disk_write: str = WritePolicy.ALWAYS.value
+    """When a chunk is written to disk: ``always`` or on its ``second-use``."""
     drain_s: float = 10.0
-    """How long a stop waits for copies that have begun."""
+    """How long a stop waits for copies that have begun, and for the disk."""
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -53,6 +62,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"{key}: {getattr(self, key)} is not a positive number")
         if self.pool < _POOL_NBYTES_MIN:
             raise ConfigError(f"pool: {self.pool} bytes are too few; the least is {_POOL_NBYTES_MIN}")
+        if self.disk_size < 0:
+            raise ConfigError(f"disk_size: {self.disk_size} bytes")
+        policies = [policy.value for policy in WritePolicy]
+        if self.disk_write not in policies:
+            raise ConfigError(f"disk_write: {self.disk_write!r} is none of {', '.join(policies)}")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level: {self.log_level!r} is none of debug, info, warning, error")
         if len(self.socket_path.encode()) > SOCKET_PATH_NBYTES_MAX:
@@ -83,7 +97,12 @@ def load_config(file: Path | None, flags: Mapping[str, Any], environment: Mappin
                 known = ", ".join(ServeConfig.__struct_fields__)
                 raise ConfigError(f"unknown key {key!r} in {source}; known keys: {known}")
             values[key] = _convert(key, value, source)
-    return ServeConfig(**values)
+    config = ServeConfig(**values)
+    if config.disk and not config.disk_size:
+        raise ConfigError(f"disk: say how much of {', '.join(config.disk)} may be used, such as --disk-size 200GiB")
+    if config.disk_size and not config.disk:
+        raise ConfigError(f"disk_size: {config.disk_size} bytes, but no directory to keep them in; add --disk PATH")
+    return config
 
 
 def process_environment() -> Mapping[str, str]:
@@ -94,9 +113,9 @@ def process_environment() -> Mapping[str, str]:
 def _convert(key: str, value: object, source: str) -> object:
     field = next(field for field in msgspec.structs.fields(ServeConfig) if field.name == key)
     try:
-        if key == "pool" and isinstance(value, str):
+        if key in _SIZES and isinstance(value, str):
             converted: object = parse_nbytes(value)
-        elif field.type == tuple[int, ...] and isinstance(value, str):
+        elif typing.get_origin(field.type) is tuple and isinstance(value, str):
             converted = msgspec.convert([part for part in value.split(",") if part], field.type, strict=False)
         else:
             converted = msgspec.convert(value, field.type, strict=False)

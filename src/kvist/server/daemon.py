@@ -1,7 +1,8 @@
 """The composition root: a pool, a device, a service and a socket make a daemon; a signal ends it in order.
 
-The law of the stop: new work is refused, copies that have begun are finished and answered (for at most ``drain_s``),
-then sessions end, memory is unmapped, threads are joined, and the socket's path is gone.
+The law of the stop: new work is refused, copies that have begun are finished and answered (for at most ``drain_s``)
+and what was stored goes to the tiers; then sessions end, memory is unmapped, threads are joined, the socket's path is
+gone, and the tiers are closed, with what a later start needs of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import uvloop
@@ -27,8 +29,11 @@ from kvist.server.lanes import DeviceContext, Lanes
 from kvist.server.runtime import Runtime
 from kvist.server.service import CacheService
 from kvist.server.transport import Transport, descriptors_max
+from kvist.storage.base import Tier
+from kvist.storage.disk import DiskTier
 from kvist.storage.pool import Pool, open_pool
 from kvist.storage.slots import SlotAllocator
+from kvist.tiering.controller import TiersBehind, WritePolicy
 from kvist.units import format_nbytes
 from kvist.wire import messages as wire
 from kvist.wire.codec import FRAME_NBYTES_MAX
@@ -72,8 +77,10 @@ async def _serve(config: ServeConfig, pool: Pool, on_ready: Callable[[], None]) 
         new_id=lambda: secrets.token_bytes(16), lanes=lanes, watch=lambda pid: _ProcessWatch(loop, pid),
         pool_fd=None if config.isolate else pool.fd,
     )  # fmt: skip
+    tiers = _open_tiers(config)
+    behind = TiersBehind(pool.view, tiers, WritePolicy(config.disk_write))
     service = CacheService(
-        runtime, SlotAllocator(pool.nbytes), LeastRecentlyUsed(), pool_nbytes=pool.nbytes, limits=limits
+        runtime, SlotAllocator(pool.nbytes), LeastRecentlyUsed(), pool_nbytes=pool.nbytes, limits=limits, behind=behind
     )
     try:
         transport = Transport(
@@ -83,6 +90,26 @@ async def _serve(config: ServeConfig, pool: Pool, on_ready: Callable[[], None]) 
         await _until_signalled(config, service, transport, on_ready)
     finally:
         lanes.close()
+        for tier in tiers:
+            tier.close()
+
+
+def _open_tiers(config: ServeConfig) -> list[Tier]:
+    """Open what is behind the pool, the fastest first.
+
+    Raises:
+        ConfigError: a directory cannot be used as it is asked for.
+    """
+    if not config.disk:
+        return []
+    tier = DiskTier([Path(folder) for folder in config.disk], config.disk_size)
+    stats = tier.stats()
+    logger.info(
+        "tier opened name=%s capacity=%s used=%s chunks=%d off_reason=%s",
+        tier.name, format_nbytes(stats.capacity_nbytes), format_nbytes(stats.used_nbytes), stats.num_chunks,
+        stats.off_reason,
+    )  # fmt: skip
+    return [tier]
 
 
 async def _until_signalled(

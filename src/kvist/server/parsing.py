@@ -74,6 +74,17 @@ def parse_tails(request: wire.Lookup, needs: Sequence[Need]) -> list[Digest]:
     return tails
 
 
+def parse_chunk_s(request: wire.Lookup) -> float:
+    """Read what computing one chunk takes the engine, in seconds; 0 if it does not know.
+
+    Raises:
+        Malformed: less than nothing.
+    """
+    if request.chunk_us < 0:
+        raise Malformed(f"computing one chunk takes {request.chunk_us} us")
+    return request.chunk_us / 1e6
+
+
 def parse_tail(held: RowMemory, num_blocks: int) -> RowMemory:
     """Return the row as a request for a tail of so many blocks means it.
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,12 +27,15 @@ from kvist.index.prefixes import add_tail, find_prefix
 from kvist.model.layout import GroupKind
 from kvist.model.rows import Row, RowMemory
 from kvist.model.transfer import CHECKSUM_NBYTES, Direction
-from kvist.server.parsing import parse_blocks, parse_digests, parse_needs, parse_tail, parse_tails
+from kvist.server.parsing import parse_blocks, parse_chunk_s, parse_digests, parse_needs, parse_tail, parse_tails
 from kvist.server.registering import Registrar
-from kvist.server.reserving import Reserver
 from kvist.server.runtime import Runtime
 from kvist.server.sessions import Peer, Registration, Send, Session, num_registered
+from kvist.storage.base import TierStats
 from kvist.storage.slots import SlotAllocator
+from kvist.tiering.controller import TierController, TiersBehind
+from kvist.tiering.promoting import Wanted
+from kvist.tiering.reserving import Reserver
 from kvist.transfer.executor import Job
 from kvist.transfer.plan import plan_copy
 from kvist.wire import messages as wire
@@ -41,15 +45,25 @@ logger = logging.getLogger(__name__)
 
 
 class CacheService:
-    """Composes index, leases, slots and executors."""
+    """Composes index, leases, slots, executors and tiers."""
 
     def __init__(
-        self, runtime: Runtime, slots: SlotAllocator, policy: EvictionPolicy, *, pool_nbytes: int, limits: wire.Limits
+        self,
+        runtime: Runtime,
+        slots: SlotAllocator,
+        policy: EvictionPolicy,
+        *,
+        pool_nbytes: int,
+        limits: wire.Limits,
+        behind: TiersBehind | None = None,
     ) -> None:
         self._runtime = runtime
         self._slots = slots
         self._index = ChunkIndex(policy, slots.free)
         self._reserver = Reserver(self._index, slots)
+        self._tiers = TierController(
+            behind or TiersBehind(), self._index, self._reserver, runtime.post, on_quiet=self._note_quiet
+        )
         self._leases = LeaseTable(self._index, ttl_s=limits.lease_ttl_s, new_id=runtime.new_id)
         self._registrar = Registrar(
             runtime, slots, pool_nbytes=pool_nbytes, orders_max=limits.requests_max, on_over=self._close_if_drained
@@ -93,17 +107,18 @@ class CacheService:
     def begin_draining(self) -> None:
         """Take no new work from now on. No slot is used again, so nobody's end need be waited for."""
         self.is_draining = True
+        self._tiers.begin_draining()
         for session in self._sessions.values():
             if session.is_draining and session.registration is not None and session.registration.orders is not None:
                 session.registration.orders.give_up()
 
     async def wait_drained(self, timeout_s: float) -> None:
-        """Return when no copy is in flight, or when the time is over."""
+        """Return when no copy is in flight and the tiers have what was stored, or when the time is over."""
         self._drained = asyncio.Event()
-        if not self.num_copies_in_flight:
-            return
+        self._note_quiet()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._drained.wait(), timeout_s)
+        self._tiers.give_up()
 
     @property
     def num_copies_in_flight(self) -> int:
@@ -118,10 +133,11 @@ class CacheService:
     def check_invariants(self) -> None:
         """Assert the laws of the index, and that slots and sessions add up. For tests."""
         self._index.check_invariants()
+        self._tiers.check_invariants()
         for session in self._sessions.values():
             is_open = session.registration is None and not session.is_registering and not session.is_draining
             assert len(session.kept_fds) <= (KEPT_FDS_MAX if is_open else 0)
-        if not self._sessions:
+        if not self._sessions and self._tiers.is_quiet:
             stats = self._index.stats()
             assert len(self._leases) == stats.num_reserved == stats.num_pinned == stats.num_doomed == 0
 
@@ -189,18 +205,29 @@ class CacheService:
         digests = parse_digests(request.digests)
         needs = parse_needs(request, len(digests))
         tails = parse_tails(request, needs)
+        chunk_s = parse_chunk_s(request)
         num_chunks, rows = find_prefix(self._index, digests, needs)
         tail = add_tail(self._index, rows, tails) if num_chunks == len(digests) else 0
         self._counters["lookups"] += 1
         self._counters["chunks_asked"] += len(digests)
         self._counters["chunks_found"] += num_chunks
-        if not num_chunks and not tail:
-            return wire.LookupReply(request.id, 0)
-        for held in rows.values():
-            self._index.touch(held.chunks)
-        lease = self._leases.grant(rows, session=session.id, engine_id=session.engine_id, now=self._runtime.clock())
+        lease_id = b""
+        if num_chunks or tail:
+            for held in rows.values():
+                self._index.touch(held.chunks)
+            now = self._runtime.clock()
+            lease_id = self._leases.grant(rows, session=session.id, engine_id=session.engine_id, now=now).id
+        loading = self._tiers.look_up(
+            Wanted(digests, needs, tails, chunk_s),
+            [held.chunks for held in rows.values()] if lease_id else [],
+            num_found=num_chunks, tail_found=tail,
+        )  # fmt: skip
+        self._counters["chunks_loading"] += loading.num_chunks
+        self._counters["chunks_missed"] += len(digests) - num_chunks - loading.num_chunks
+        loading_ms = math.ceil(loading.seconds * 1e3)
         is_told = request.wants_places and self._runtime.pool_fd is not None
-        return wire.LookupReply(request.id, num_chunks, lease.id, tail, _places(rows) if is_told else ())
+        places = _places(rows) if is_told else ()
+        return wire.LookupReply(request.id, num_chunks, lease_id, tail, loading.num_chunks, loading_ms, places)
 
     def _retrieve(self, session: Session, request: wire.Retrieve) -> None:
         self._check_takes_work()
@@ -237,6 +264,7 @@ class CacheService:
             logger.warning("checksum mismatch: chunk dropped key=%s nbytes=%d", chunk.key.hex(), chunk.nbytes)
             self._counters["chunks_corrupt"] += 1
             self._index.drop(chunk)
+            self._tiers.drop([chunk.key])
         failed = sorted({*job.failed, *range(job.num_done, len(chunks))})
         self._counters["chunks_loaded"] += len(chunks) - len(failed)
         self._counters[f"chunks_loaded_{job.plan.group.kind.value}"] += len(chunks) - len(failed)
@@ -258,7 +286,8 @@ class CacheService:
         fence = _fence(registration, is_fenced=request.is_fenced)
         _check_takes_copy(registration, Direction.GATHER, request.id)
         found = self._reserver.reserve(held, parent_digests, digests, slot_nbytes=whole.chunk_nbytes)
-        reply = wire.StoreReply(request.id, len(found.reserved), found.num_present, found.num_refused, found.reason)
+        self._tiers.note_present(found.present)
+        reply = wire.StoreReply(request.id, len(found.reserved), len(found.present), found.num_refused, found.reason)
         if not found.reserved:
             self._count_stored(reply, held.chunk_nbytes)
             return reply
@@ -275,6 +304,7 @@ class CacheService:
     def _stored(self, session: Session, planned: wire.StoreReply, job: Job, chunks: Sequence[Chunk]) -> None:
         for chunk, checksum in zip(chunks, job.checksums, strict=False):
             self._index.seal(chunk, checksum)
+        self._tiers.note_stored(chunks[: len(job.checksums)])
         for chunk in reversed(chunks[len(job.checksums) :]):
             self._index.abort(chunk)
         num_lost = len(chunks) - len(job.checksums)
@@ -315,7 +345,8 @@ class CacheService:
             num_sessions=len(sessions),
             num_registered=num_registered(sessions),
             num_copies_in_flight=self.num_copies_in_flight,
-            counters={**self._counters, "chunks_evicted": stats.num_evicted},
+            counters={**self._counters, **self._tiers.counters, "chunks_evicted": stats.num_evicted},
+            tiers=[_tier_status(name, tier) for name, tier in self._tiers.stats()],
         )
 
     # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -333,7 +364,10 @@ class CacheService:
         session.jobs.discard(job)
         session.answer(reply)
         self._close_if_drained(session)
-        if self._drained is not None and not self.num_copies_in_flight:
+        self._note_quiet()
+
+    def _note_quiet(self) -> None:
+        if self._drained is not None and not self.num_copies_in_flight and self._tiers.is_quiet:
             self._drained.set()
 
     def _close_if_drained(self, session: Session) -> None:
@@ -350,6 +384,13 @@ class CacheService:
     def _check_takes_work(self) -> None:
         if self.is_draining:
             raise Draining(f"the daemon (pid {self._runtime.pid}) is stopping")
+
+
+def _tier_status(name: str, stats: TierStats) -> wire.TierStatus:
+    return wire.TierStatus(
+        name, stats.capacity_nbytes, stats.used_nbytes, stats.num_chunks, stats.read_rate, stats.write_rate,
+        stats.num_queued_reads, stats.num_queued_writes, stats.off_reason, stats.counters,
+    )  # fmt: skip
 
 
 def _registered(session: Session) -> Registration:

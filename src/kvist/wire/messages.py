@@ -111,6 +111,8 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     """Of each layer group, by its number."""
     tails: bytes = b""
     """Digests of the tails that may follow the last of ``digests``, shortest first. Only if all needs are ``full``."""
+    chunk_us: int = 0
+    """What computing one chunk takes the engine: what takes longer to read from a tier is not read; 0 if not known."""
     wants_places: bool = False
     """Say where the chunks lie, for workers that copy for themselves and may so begin ahead of the order."""
 
@@ -254,6 +256,11 @@ class LookupReply(msgspec.Struct, frozen=True, tag="lookup_reply"):
     lease: bytes = b""
     tail: int = 0
     """Which of the tails is held besides, as chunk ``num_chunks`` of each row; counted from 1, and 0 for none."""
+    num_loading: int = 0
+    """Chunks behind ``num_chunks`` that are being read from a tier: they are held by nobody, and the same lookup can
+    find them when they are there."""
+    loading_ms: int = 0
+    """About how long that will take; 0 if not known."""
     places: tuple[RowPlaces, ...] = ()
     """If they were asked for and the daemon shares its pool: of every row whose checksums an order could carry."""
 
@@ -303,6 +310,23 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     id: int
 
 
+class TierStatus(msgspec.Struct, frozen=True):
+    """``storage.base.TierStats`` on the wire."""
+
+    name: str
+    capacity_nbytes: int
+    used_nbytes: int
+    num_chunks: int
+    read_rate: float
+    """Bytes per second, measured; 0 as long as nothing was read."""
+    write_rate: float
+    num_queued_reads: int
+    num_queued_writes: int
+    off_reason: str = ""
+    """Why the tier is off; empty while it serves."""
+    counters: dict[str, int] = {}
+
+
 class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     """Counters and gauges of one instant. Bytes and counts."""
 
@@ -320,6 +344,8 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     num_registered: int
     num_copies_in_flight: int
     counters: dict[str, int] = {}
+    tiers: list[TierStatus] = []
+    """Behind the pool, the fastest first."""
 
 
 class Error(msgspec.Struct, frozen=True, tag="error"):

@@ -12,6 +12,7 @@ import pytest
 
 from kvist.model.layout import GroupKind
 from tests.support.engine_sorts import Sort
+from tests.support.memory_tier import MemoryTier
 from tests.support.scheduled import Engine
 from tests.support.simulated import LEASE_TTL_S, SimulatedDaemon
 from tests.support.simulated_client import DEADLINE_S
@@ -38,9 +39,9 @@ def prompt(chance: random.Random) -> list[int]:
     return tokens[:length]
 
 
-def run(sort: Sort, seed: int) -> Counter[str]:
+def run(sort: Sort, seed: int, *tiers: MemoryTier) -> Counter[str]:
     chance = random.Random(seed)
-    daemon = SimulatedDaemon(64)
+    daemon = SimulatedDaemon(64, tiers=tiers)
     engine = Engine(daemon, sort, chance)
     for _ in range(NUM_STEPS):
         happen(engine, daemon, chance)
@@ -48,11 +49,14 @@ def run(sort: Sort, seed: int) -> Counter[str]:
         daemon.service.check_invariants()
     for _ in range(400):
         daemon.settle()
+        daemon.now += 0.01
         engine.step(200)
         if not engine.running and not engine.waiting and not engine.connector.has_pending_push_work():
             break
     engine.check_idle()
     assert daemon.status().num_reserved == daemon.status().num_copies_in_flight == 0
+    engine.seen["promoted"] += daemon.status().counters.get("chunks_promoted", 0)
+    engine.seen["promotions failed"] += daemon.status().counters.get("promotions_failed", 0)
     engine.close()
     daemon.close()
     return engine.seen
@@ -76,6 +80,13 @@ def happen(engine: Engine, daemon: SimulatedDaemon, chance: random.Random) -> No
     if chance.random() < 0.7:
         for _ in range(chance.randrange(12)):
             chance.choice([daemon.deliver, daemon.executor.step])()
+    for tier in daemon.tiers:
+        while chance.random() < 0.95 and daemon.service._index.evict() is not None:
+            pass
+        tier.is_failing = chance.random() < 0.1
+        for _ in range(chance.choice([0, 0, 1, 5, 30])):
+            tier.step()
+        tier.is_failing = False
 
 
 @pytest.mark.parametrize("name", SORTS)
@@ -89,3 +100,13 @@ def test_right_bytes_whatever_happens(name: str):
     assert all(seen[f"stored {kind}"] for kind in kinds), seen
     has_tails = SORTS[name].groups == ((FULL, 4, None, False),)
     assert (seen["stored a tail"] > 0, seen["asked for a tail"] > 0) == (has_tails, has_tails), seen
+
+
+@pytest.mark.parametrize("name", SORTS)
+def test_right_bytes_from_a_tier_whatever_happens(name: str):
+    """An engine may wait for what is read from a tier, and loads it once it is there; nobody waits for ever."""
+    seen: Counter[str] = Counter()
+    for seed in range(5):
+        seen += run(SORTS[name], seed, MemoryTier(read_rate=1e6))
+    for what in ("answered", "loaded", "promoted", "promotions failed", "put off"):
+        assert seen[what] > 0, seen

@@ -26,9 +26,13 @@ class Finder:
     """A client that finds as many chunks as it is told."""
 
     def __init__(self) -> None:
+        self.now = 0.0
         self.num_found = 0
         self.tail_found = 0
         self.places: tuple[wire.RowPlaces, ...] = ()
+        self.num_loading = self.loading_ms = 0
+        self.rests: list[float] = []
+        """For how long it was told to wait for nothing in particular."""
         self.sent: list[wire.Request] = []
         self.is_connected, self.is_late, self.welcome = True, False, None
 
@@ -36,10 +40,13 @@ class Finder:
         request = build(len(self.sent) + 1)
         self.sent.append(request)
         found = min(self.num_found, len(getattr(request, "digests", b"")) // DIGEST_NBYTES)
-        lease = b"lease" if found else b""
-        return Pending(request.id, 0.0, wire.LookupReply(request.id, found, lease, self.tail_found, self.places))
+        lease = b"lease %d" % request.id if found else b""
+        loading = (self.num_loading, self.loading_ms)
+        reply = wire.LookupReply(request.id, found, lease, self.tail_found, *loading, self.places)
+        return Pending(request.id, self.now, reply)
 
-    def poll(self, timeout_s: float = 0.0) -> None: ...
+    def poll(self, timeout_s: float = 0.0) -> None:
+        self.rests += [timeout_s] if timeout_s else []
 
     def wait(self, pending: Pending, deadline_s: float) -> None: ...
 
@@ -55,13 +62,13 @@ class Bench:
         needs = [
             replace(group.need, num_shards=2 + group.number, num_readers=3 - group.number) for group in engine_groups
         ]
-        facts = adapter("scheduler").EngineFacts(
+        facts = adapter("groups").EngineFacts(
             groups=engine_groups, needs=tuple(needs), num_workers=1, num_blocks=100, held_share_max=held_share_max,
             has_prefix_cache=True,
         )  # fmt: skip
         namespace = Namespace("model", "", "bf16", "layout", "1", CHUNK_TOKENS)
         side = adapter("scheduler").SchedulerSide
-        self.side = side(self.client, adapter("options").Options(), namespace, facts, clock=lambda: 0.0)
+        self.side = side(self.client, adapter("options").Options(), namespace, facts, clock=lambda: self.client.now)
         kind = adapter("connector").KvistConnector
         self.connector = kind.__new__(kind)
         self.connector.__dict__.update(

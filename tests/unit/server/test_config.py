@@ -179,3 +179,30 @@ def test_bytes_are_shown_about_right(nbytes: int):
     """What people read is within a part in a thousand of the number."""
     shown = format_nbytes(nbytes)
     assert abs(parse_nbytes(shown) - nbytes) <= nbytes / 1000 if "e" not in shown else nbytes >= 1000 * GIB
+
+
+def test_a_disk_is_given_with_its_size(tmp_path):
+    """Directories come from a list, from a text with commas, or from a flag that is repeated; a size has its unit."""
+    for source in (
+        {"file": 'disk = ["/a", "/b"]\ndisk_size = "2GiB"'},
+        {"KVIST_DISK": "/a,/b", "KVIST_DISK_SIZE": "2GiB"},
+        {"flags": {"disk": ["/a", "/b"], "disk_size": "2GiB", "disk_write": "always"}},
+    ):
+        config = load(tmp_path, **source)
+        assert (config.disk, config.disk_size, config.disk_write) == (("/a", "/b"), 2 * GIB, "always")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"disk": ["/a"]}, ("--disk-size", "/a")),
+        ({"disk_size": "1GiB"}, ("--disk PATH", str(GIB))),
+        ({"disk": ["/a"], "disk_size": "-1"}, ("disk_size", "-1")),
+        ({"disk": ["/a"], "disk_size": "1GiB", "disk_write": "never"}, ("never", "always, second-use")),
+    ],
+)
+def test_half_a_disk_is_refused(flags: dict[str, Any], words: tuple[str, ...]):
+    """A directory without a size, a size without a directory, and what is no policy say what to change."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, flags, {})
+    assert all(word in str(caught.value) for word in words)

@@ -13,6 +13,7 @@ from tests.support.engine import packed
 from tests.support.kinds import Way, content, of_kind
 from tests.support.layouts import Shape, hnd, nhd
 from tests.support.memory import GUARD
+from tests.support.memory_tier import MemoryTier
 from tests.support.named import answer, digests, refusal
 from tests.support.simulated import Sent, SimulatedDaemon, SimulatedEngine
 
@@ -381,3 +382,20 @@ def test_a_tail_is_there_when_all_rows_have_it(daemon: SimulatedDaemon):
             check_loaded(engine, send_retrieve(engine, reply.lease, 2, tail_blocks=2, row=row), "b2")
             check_loaded(engine, send_retrieve(engine, reply.lease, 0, 2, row=row), "a", "b")
     assert (daemon.status().num_leases, daemon.status().num_pinned) == (0, 0)
+
+
+def test_a_tail_comes_from_a_tier_behind_its_prefix():
+    """Where all whole chunks are on their way, so is the longest tail, into a slot as large as theirs."""
+    tier = MemoryTier()
+    first = SimulatedDaemon(NUM_SLOTS * SLOT_NBYTES // 4096, tiers=[tier])
+    store_all(connect(first, nhd))
+    later = connect(SimulatedDaemon(NUM_SLOTS * SLOT_NBYTES // 4096, tiers=[tier]), nhd)
+    assert look_up(later, "a", "b", tails=("b1", "b2")) == wire.LookupReply(0, 0, num_loading=2)
+    later.daemon.settle()
+    assert (len(tier.num_fetched), later.daemon.status().pool_used_nbytes) == (3, 3 * SLOT_NBYTES)
+    reply = look_up(later, "a", "b", tails=("b1", "b2"))
+    assert (reply.num_chunks, reply.tail, reply.num_loading) == (2, 2, 0)
+    check_loaded(later, send_retrieve(later, reply.lease, 0, 2), "a", "b")
+    check_loaded(later, send_retrieve(later, reply.lease, 2, tail_blocks=2), "b2")
+    for daemon in (first, later.daemon):
+        daemon.close()

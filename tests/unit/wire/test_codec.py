@@ -94,9 +94,18 @@ def test_a_lookup_is_these_bytes():
         {"kind": "window", "span": 3, "num_shards": 4, "num_readers": 1},
     ]
     for message, needs in ((A_LOOKUP, [one]), (A_LOOKUP_OF_TWO, two)):
-        fields = {"digests": b"d" * 32, "needs": needs, "tails": b"", "wants_places": False}
+        fields = {"digests": b"d" * 32, "needs": needs, "tails": b"", "chunk_us": 0, "wants_places": False}
         body = msgspec.msgpack.encode({"type": "lookup", "id": 7, **fields})
         assert encode(message) == b"kv" + struct.pack("<HI", 0, len(body)) + body
+
+
+def test_a_lookup_reply_is_these_bytes():
+    """What is here, what holds it, and what is on its way."""
+    fields = {
+        "type": "lookup_reply", "id": 7, "num_chunks": 2, "lease": b"l" * 16, "tail": 0, "num_loading": 3,
+        "loading_ms": 12,
+    }  # fmt: skip
+    assert encode(wire.LookupReply(7, 2, b"l" * 16, 0, 3, 12))[8:] == msgspec.msgpack.encode(fields)
 
 
 def test_a_registration_is_these_bytes():

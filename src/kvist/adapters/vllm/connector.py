@@ -18,13 +18,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
 from kvist.adapters.vllm import layout
-from kvist.adapters.vllm.groups import EngineGroup, choose_chunk_tokens, engine_groups
+from kvist.adapters.vllm.groups import EngineFacts, EngineGroup, choose_chunk_tokens, engine_groups
 from kvist.adapters.vllm.handover import HandedOver, keep_memory, share_memory
 from kvist.adapters.vllm.layout import WorkerMemory
 from kvist.adapters.vllm.metadata import KvistMetadata, KvistWorkerMetadata, StoreJob
 from kvist.adapters.vllm.namespace import describe_namespace
 from kvist.adapters.vllm.options import Options, parse_options
-from kvist.adapters.vllm.scheduler import EngineFacts, SchedulerSide
+from kvist.adapters.vllm.scheduler import SchedulerSide
 from kvist.adapters.vllm.shards import Cut, choose_shardings
 from kvist.adapters.vllm.sharing import share_storages
 from kvist.adapters.vllm.worker import Results, WorkerSide

@@ -66,6 +66,28 @@ class EngineGroup:
         return self.block_tokens // self.num_turns
 
 
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What does not change while the engine runs."""
+
+    groups: tuple[EngineGroup, ...]
+    needs: tuple[Need, ...]
+    """Of each group, over all workers."""
+    num_workers: int
+    num_blocks: int
+    held_share_max: float
+    """Part of the blocks that unfinished stores may hold."""
+    has_prefix_cache: bool
+    """The engine itself keeps finished prompts' blocks for others."""
+    is_copied_by_worker: bool = False
+    """Workers copy for themselves, and can begin with what a lookup says."""
+
+    @property
+    def needs_last_token(self) -> bool:
+        """A prompt must not be loaded whole: the engine would go back by a token, and a state or window does not."""
+        return any(group.kind is not GroupKind.FULL for group in self.groups)
+
+
 def engine_groups(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> tuple[EngineGroup, ...]:
     """Return the groups that are kept, in vLLM's order, in chunks of ``chunk_tokens``.
 

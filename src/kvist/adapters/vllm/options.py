@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens per chunk, a multiple of the engine's block; 0 chooses."""
     deadline_s: float = 1.0
     """Longest that a request waits for the daemon before its prompt is computed instead."""
+    tier_wait_s: float = 5.0
+    """Longest that a request waits for chunks that the daemon reads from disk; less if computing them is sooner."""
     lane: str = ""
     """Who copies a GPU's blocks: ``engine`` (threads in the worker) or ``daemon``; empty chooses."""
     decode_slowdown_max: float = 0.03
@@ -38,6 +41,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.chunk_tokens < 0 or self.deadline_s <= 0:
             raise ConfigError(f"chunk_tokens must not be negative, and deadline_s must be positive: {self}")
+        if not 0 <= self.tier_wait_s < math.inf:
+            raise ConfigError(f"tier_wait_s must be a number of seconds, 0 or more: {self.tier_wait_s}")
         if self.decode_slowdown_max <= 0:
             raise ConfigError(f"decode_slowdown_max must be positive: {self.decode_slowdown_max}")
         if self.lane not in ("", "engine", "daemon"):

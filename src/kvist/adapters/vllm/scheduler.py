@@ -1,15 +1,17 @@
 """The scheduler's side: which prompts are cached, which blocks to load, which to store.
 
 The laws: nothing here waits for the daemon longer than ``_ANSWER_WAIT_S``, and no request is put off longer than the
-deadline. A block that the daemon may read or write is held by a reference from the step that names it until every
-worker has reported the job settled, so no copy, however late, meets another request's bytes. A block is named only
-while its request has it: of a window's blocks, and of states, many are gone when the next step begins.
+deadline, or ``tier_wait_s`` while tiers are read. A block that the daemon may read or write is held by a reference from
+the step that names it until every worker has reported the job settled, so no copy, however late, meets another
+request's bytes. A block is named only while its request has it: of a window's blocks, and of states, many are gone when
+the next step begins.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 import uuid
 from collections import Counter
@@ -19,13 +21,13 @@ from typing import Any, Final
 
 from kvist.adapters.vllm import layout
 from kvist.adapters.vllm.blocks import find_places, first_loaded, plan_load, plan_tail_load, stored_blocks
-from kvist.adapters.vllm.groups import EngineGroup
+from kvist.adapters.vllm.groups import EngineFacts, EngineGroup
 from kvist.adapters.vllm.metadata import LoadJob, LoadPart, StoreJob, StorePart
 from kvist.adapters.vllm.options import Options, parse_request_options
-from kvist.adapters.vllm.tracking import Lookup, Tracked
+from kvist.adapters.vllm.pace import PrefillPace
+from kvist.adapters.vllm.tracking import Lookup, Prefill, Tracked
 from kvist.client.client import Client, Pending
 from kvist.errors import ConfigError, KeyInvalid
-from kvist.model.coverage import Need
 from kvist.model.keys import DIGEST_NBYTES, Digest, MediaItem, Namespace, root_digest, split_digests
 from kvist.model.layout import GroupKind
 from kvist.wire import messages as wire
@@ -39,6 +41,8 @@ _LEASE_MARGIN: Final = 0.5
 """Part of a lease's life for which a remembered lookup is trusted."""
 _TAIL_BEHIND_MIN: Final = 4
 """Whole chunks that a sequence must have for its tail to be kept: a tail takes the room of one."""
+_IDLE_WAIT_S: Final = 0.002
+"""How long a step that computes nothing rests while requests wait for a tier: the engine asks again at once."""
 _STEPPING_S: Final = 2.0
 """How long an idle engine is kept stepping for a job's end."""
 
@@ -57,28 +61,6 @@ class _Job:
     digests: frozenset[Digest] = frozenset()
     """What a load brings; others who need it wait for it."""
     num_settled: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """What does not change while the engine runs."""
-
-    groups: tuple[EngineGroup, ...]
-    needs: tuple[Need, ...]
-    """Of each group, over all workers."""
-    num_workers: int
-    num_blocks: int
-    held_share_max: float
-    """Part of the blocks that unfinished stores may hold."""
-    has_prefix_cache: bool
-    """The engine itself keeps finished prompts' blocks for others."""
-    is_copied_by_worker: bool = False
-    """Workers copy for themselves, and can begin with what a lookup says."""
-
-    @property
-    def needs_last_token(self) -> bool:
-        """A prompt must not be loaded whole: the engine would go back by a token, and a state or window does not."""
-        return any(group.kind is not GroupKind.FULL for group in self.groups)
 
 
 class SchedulerSide:
@@ -105,6 +87,7 @@ class SchedulerSide:
         self._tail_block_tokens = engine.groups[0].block_tokens if has_tails and not engine.groups[0].is_draft else 0
         """0: sequences of this engine have no tails."""
         self._clock = clock
+        self._pace = PrefillPace()
         self._pool: Any = None
         self._roots: dict[tuple[str, str], Digest] = {}
         self._tracked: dict[str, Tracked] = {}
@@ -133,6 +116,7 @@ class SchedulerSide:
         if tracked.has_failed:
             return 0
         tracked.num_local_tokens = num_local_tokens
+        tracked.begin_waiting()
         self._ask(tracked)
         lookup = tracked.lookup
         if lookup is None:
@@ -144,6 +128,10 @@ class SchedulerSide:
                 return None
             self._forget_lookup(tracked)
             return 0
+        return None if self._waits_for_tier(tracked) else self._count_found(tracked, lookup, num_local_tokens)
+
+    def _count_found(self, tracked: Tracked, lookup: Lookup, num_local_tokens: int) -> int | None:
+        """Return how many tokens beyond the engine's own the answer to a lookup is good for; None to be asked again."""
         num_chunks, tail = (lookup.reply.num_chunks, lookup.reply.tail) if lookup.reply else (0, 0)
         tracked.note_found(num_chunks)
         num_hit_tokens = num_chunks * self._chunk_tokens + tail * self._tail_block_tokens - num_local_tokens
@@ -153,6 +141,11 @@ class SchedulerSide:
         if self._engine.has_prefix_cache and self._is_being_loaded(needed):
             return None
         return num_hit_tokens
+
+    def _waits_for_tier(self, tracked: Tracked) -> bool:
+        """Return whether a request is put off for the sake of chunks that are being read."""
+        computing_s = self._pace.seconds(tracked.num_loading_tokens) or math.inf
+        return tracked.waits_for_tier(self._clock(), min(self._options.tier_wait_s, computing_s))
 
     def _is_being_loaded(self, digest: Digest) -> bool:
         """Return whether a load that is not late yet brings this chunk: then the engine will soon have it itself."""
@@ -206,17 +199,21 @@ class SchedulerSide:
 
     def begin_stores(self, scheduler_output: Any) -> list[StoreJob]:
         """Return the stores of the chunks that this step completes."""
-        self._client.poll()
+        is_resting = not scheduler_output.total_num_scheduled_tokens and self._is_anybody_waiting()
+        self._client.poll(_IDLE_WAIT_S if is_resting else 0.0)
         self._settle_abandoned()
         stores, self._last_stores = self._last_stores, []
         for request_id in getattr(scheduler_output, "preempted_req_ids", None) or ():
             if (tracked := self._tracked.get(request_id)) is not None:
                 tracked.lose_blocks()
+        num_scheduled = scheduler_output.num_scheduled_tokens
         state = getattr(scheduler_output, "kv_connector_block_state", None)
         for request_id, num_computed_tokens in self._take_steps(scheduler_output, is_told=state is not None):
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
+            num_before = num_computed_tokens - num_scheduled.get(request_id, 0)
+            self._note_prefill(tracked.note_step(self._clock(), num_before))
             tracked.num_computed_tokens = num_computed_tokens
             first, end = self._open_chunks(tracked)
             if first >= end:
@@ -243,6 +240,7 @@ class SchedulerSide:
         """Forget a request that still has its blocks. Its jobs go on, and keep theirs; what is left is stored now."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
+            self._note_prefill(tracked.end_prefill())
             self._forget_lookup(tracked)
             # The last token was sampled and has no KV, whatever a step with draft tokens has computed in its place.
             tracked.num_computed_tokens = min(tracked.num_computed_tokens, int(request.num_tokens) - 1)
@@ -303,14 +301,18 @@ class SchedulerSide:
         num_tails = self._tail_blocks(num_chunks, int(tracked.request.num_tokens))
         if tracked.lookup is not None and self._is_remembered(tracked.lookup, (num_chunks, num_tails)):
             return
-        self._forget_lookup(tracked)
+        before, tracked.lookup = tracked.lookup, None
         if num_chunks:
             digests = tracked.packed(0, num_chunks)
             end = num_chunks * self._chunk_tokens + num_tails * self._tail_block_tokens
             tails = tracked.tails(end, self._tail_block_tokens) if num_tails else b""
+            chunk_us = int(self._pace.seconds(self._chunk_tokens) * 1e6)
             wants_places = self._engine.is_copied_by_worker
-            pending = self._client.submit(lambda number: wire.Lookup(number, digests, self._needs, tails, wants_places))
+            pending = self._client.submit(
+                lambda number: wire.Lookup(number, digests, self._needs, tails, chunk_us, wants_places)
+            )
             tracked.lookup = Lookup((num_chunks, num_tails), pending)
+        self._let_go(before)  # Behind the new question: what both find is held all the time.
 
     def _tail_blocks(self, num_chunks: int, num_tokens: int) -> int:
         """Return how many blocks there are behind a sequence's last whole chunk, if it is worth a tail."""
@@ -324,12 +326,17 @@ class SchedulerSide:
         welcome = self._client.welcome
         ttl_s = welcome.limits.lease_ttl_s if welcome else self._options.deadline_s
         is_fresh = self._clock() - lookup.pending.sent_at < ttl_s * _LEASE_MARGIN
+        if self._clock() >= lookup.ask_again_at:
+            return False
         # A lookup that is lost, or found nothing, is not repeated: it would not find more before this request is over.
         return is_fresh or lookup.pending.is_lost or (lookup.reply is not None and not lookup.reply.num_chunks)
 
     def _forget_lookup(self, tracked: Tracked) -> None:
         """Give a lease back, or see to it that it will be when the answer comes."""
         lookup, tracked.lookup = tracked.lookup, None
+        self._let_go(lookup)
+
+    def _let_go(self, lookup: Lookup | None) -> None:
         if lookup is None or lookup.is_claimed or lookup.pending.is_lost:
             return
         self._abandoned.append(lookup.pending)
@@ -346,6 +353,15 @@ class SchedulerSide:
             elif isinstance(pending.reply, wire.LookupReply) and pending.reply.lease:
                 self._client.submit(functools.partial(wire.Release, lease=pending.reply.lease))
         self._abandoned = waiting
+
+    def _is_anybody_waiting(self) -> bool:
+        """Return whether a request waits for a tier."""
+        lookups = [tracked.lookup for tracked in self._tracked.values()]
+        return any(lookup is not None and lookup.ask_again_at < math.inf for lookup in lookups)
+
+    def _note_prefill(self, prefill: Prefill | None) -> None:
+        if prefill is not None:
+            self._pace.note(prefill.num_tokens - prefill.num_before, self._clock() - prefill.began_at)
 
     def _begin_load(self, tracked: Tracked, lookup: Lookup, tables: Tables, num_external_tokens: int) -> None:
         assert lookup.reply is not None

@@ -1,19 +1,25 @@
 """One request as the scheduler's side sees it: its keys, its lookup, its blocks.
 
 The law: state is a function of what the engine says in this step, never of how often it has asked. A key is worked out
-once; a lookup is remembered for as long as its lease surely holds, and its lease is given back by whatever ends it.
+once; a lookup is remembered for as long as its lease surely holds, and its lease is given back by whatever ends it. A
+request waits for a tier once, and for no longer than was said when it began to.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from kvist.adapters.vllm.options import RequestOptions
 from kvist.client.client import Pending
 from kvist.model.keys import DIGEST_NBYTES, Digest, MediaItem, as_tokens, chain_digests, tail_digests
 from kvist.wire.messages import LookupReply
+
+_REPEAT_S_MIN: Final = 0.004
+_REPEAT_S_MAX: Final = 0.25
+"""Between two questions for what tiers are reading."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,11 +31,28 @@ class Lookup:
     pending: Pending
     is_claimed: bool = False
     """Its lease belongs to a load now."""
+    ask_again_at: float = math.inf
+    """When more may have come from a tier; infinity if nobody waits for that."""
 
     @property
     def reply(self) -> LookupReply | None:
         """The answer; None while there is none, or if it was no answer to a lookup."""
         return self.pending.reply if isinstance(self.pending.reply, LookupReply) else None
+
+    @property
+    def is_loading(self) -> bool:
+        """More is being read from a tier, as far as the answer says."""
+        return self.reply is not None and self.reply.num_loading > 0
+
+
+class Prefill(NamedTuple):
+    """A prompt that is being computed."""
+
+    began_at: float
+    num_before: int
+    """Tokens that needed no computing."""
+    num_tokens: int
+    """In all; the request has more when its answer has begun."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +67,10 @@ class Tracked:
     digests: bytearray = field(default_factory=bytearray)
     """Of all chunks that are whole so far, packed."""
     lookup: Lookup | None = None
+    give_up_at: float | None = None
+    """Until when it waits for what tiers are reading; None if it has not begun to."""
+    prefill: Prefill | None = None
+    """Its prompt, while it is being computed."""
     num_local_tokens: int = 0
     """What the engine had itself when it last asked."""
     tables: list[list[int]] = field(default_factory=list)
@@ -65,10 +92,53 @@ class Tracked:
         self.has_failed = True
         self.num_offered = dict.fromkeys(self.num_offered, 0)
 
+    @property
+    def num_loading_tokens(self) -> int:
+        """Tokens that the engine does not have and that can be found when tiers have been read."""
+        if self.lookup is None or self.lookup.reply is None:
+            return 0
+        num_chunks, num_loading = self.lookup.reply.num_chunks, self.lookup.reply.num_loading
+        end = (num_chunks + num_loading) * self.chunk_tokens
+        return end - max(num_chunks * self.chunk_tokens, self.num_local_tokens)
+
+    def begin_waiting(self) -> None:
+        """Let a lookup that was made when the request came be repeated now, if it found that tiers are read."""
+        if self.lookup is not None and self.lookup.is_loading and self.give_up_at is None:
+            self.lookup.ask_again_at = self.lookup.pending.sent_at + _REPEAT_S_MIN
+
+    def waits_for_tier(self, now: float, patience_s: float) -> bool:
+        """Return whether to wait for what is being read, and say when to ask for it again; at first, for how long."""
+        if self.lookup is None or self.lookup.reply is None or not self.lookup.is_loading:
+            return False
+        if self.give_up_at is None:
+            self.give_up_at = now + patience_s
+        if now >= self.give_up_at or self.num_loading_tokens < self.chunk_tokens:
+            self.lookup.ask_again_at = math.inf
+            return False
+        # What is expected halves with each question, so that the last one comes soon after what it asks for.
+        pause_s = min(max(_REPEAT_S_MIN, self.lookup.reply.loading_ms / 2e3), _REPEAT_S_MAX)
+        self.lookup.ask_again_at = min(self.lookup.pending.sent_at + pause_s, self.give_up_at)
+        return True
+
+    def note_step(self, now: float, num_before: int) -> Prefill | None:
+        """Take note of a step that begins behind so many tokens; return the prompt that is over by now, if one is."""
+        over = self.end_prefill()
+        if over is None and self.prefill is None and num_before < int(self.request.num_tokens) - 1:
+            self.prefill = Prefill(now, num_before, int(self.request.num_tokens))
+        return over
+
+    def end_prefill(self) -> Prefill | None:
+        """Return the prompt that was being computed and whose answer has begun since; once."""
+        if self.prefill is None or int(self.request.num_tokens) <= self.prefill.num_tokens:
+            return None
+        over, self.prefill = self.prefill, None
+        return over
+
     def lose_blocks(self) -> None:
         """Forget its blocks: they are another's now, or not written yet."""
         self.tables = []
         self.num_computed_tokens = 0
+        self.prefill = None
 
     def set_blocks(self, tables: Sequence[Sequence[int]]) -> None:
         """Replace all block tables."""

@@ -1,4 +1,4 @@
-"""Slots for the chunks of one store: what is there already, what gets a slot, what gets none, and why.
+"""Slots for new chunks: what is there already, what gets a slot, what gets none, and why.
 
 The law: a chunk of a group that needs whole prefixes gets a slot only behind its parent; a slot is made free by
 evicting leaves, never the chain that the new chunk hangs on. Chunks of other groups stand alone: a hole before them is
@@ -14,7 +14,8 @@ from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
 from kvist.model.keys import Digest, chunk_keys
 from kvist.model.layout import GroupKind
 from kvist.model.rows import RowMemory
-from kvist.storage.slots import SlotAllocator
+from kvist.storage.slots import SLOT_ALIGNMENT, SlotAllocator
+from kvist.units import align_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class Reservation:
 
     reserved: list[tuple[int, Chunk]]
     """(position in the request, chunk)"""
-    num_present: int
+    present: list[Chunk]
+    """Those that were there already, sealed or not."""
     num_refused: int
     reason: str
 
@@ -34,6 +36,10 @@ class Reserver:
     def __init__(self, index: ChunkIndex, slots: SlotAllocator) -> None:
         self._index = index
         self._slots = slots
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether the pool has extents for chunks of this size."""
+        return align_up(nbytes, SLOT_ALIGNMENT) <= self._slots.extent_nbytes
 
     def reserve(
         self, held: RowMemory, parent_digests: Sequence[Digest], digests: Sequence[Digest], *, slot_nbytes: int
@@ -47,24 +53,29 @@ class Reserver:
         parent_keys = chunk_keys(parent_digests, group=held.row.group, shard=held.row.shard)
         parent = self._index.get(parent_keys[0]) if parent_keys else None
         if parent_keys and parent is None:
-            return Reservation([], 0, len(digests), "no parent")
+            return Reservation([], [], len(digests), "no parent")
         reserved: list[tuple[int, Chunk]] = []
-        num_present = 0
+        present: list[Chunk] = []
         for number, key in enumerate(chunk_keys(digests, group=held.row.group, shard=held.row.shard)):
             chunk = self._index.get(key)
             if chunk is not None:
-                num_present += 1
+                present.append(chunk)
             else:
-                slot_offset = self._allocate(slot_nbytes, below=parent)
+                slot_offset = self.allocate(slot_nbytes, below=parent)
                 if slot_offset is None:
-                    return Reservation(reserved, num_present, len(digests) - number, "pool full")
+                    return Reservation(reserved, present, len(digests) - number, "pool full")
                 chunk = self._index.reserve(key, parent, slot_offset, chunk_nbytes, slot_nbytes)
                 reserved.append((number, chunk))
             parent = chunk if is_chained else None
-        return Reservation(reserved, num_present, 0, "")
+        return Reservation(reserved, present, 0, "")
 
-    def _allocate(self, nbytes: int, *, below: Chunk | None) -> int | None:
-        """Return a slot, evicting leaves as needed, but never the chunk that the new one will hang below."""
+    def allocate(self, nbytes: int, *, below: Chunk | None) -> int | None:
+        """Return a slot, evicting leaves as needed, but never the chunk that the new one will hang below.
+
+        None if there is none, or no extent is so large: then nothing is evicted for it.
+        """
+        if not self.fits(nbytes):
+            return None
         pinned = below if below is not None and below.state is ChunkState.SEALED else None
         if pinned is not None:
             self._index.pin(pinned)

@@ -1,0 +1,1 @@
+"""Chunks on their way between the pool and the tiers behind it."""
