@@ -1,6 +1,12 @@
 """Settings of every test: no deadline per example, because the machine may be busy; failures can be replayed."""
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--crashes", type=int, default=200, help="crash points of the disk tier; 10,000 take minutes")
+
 
 settings.register_profile(
     "default",
