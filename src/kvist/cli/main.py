@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvist import __version__
+from kvist.cli import disk
 from kvist.client.client import Client
 from kvist.errors import ConfigError, KvistError
 from kvist.server.config import ServeConfig, load_config, process_environment
@@ -24,6 +25,7 @@ from kvist.units import format_nbytes
 from kvist.wire import messages as wire
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="A KV-cache service for LLM inference engines.")
+app.add_typer(disk.app, name="disk")
 _errors = Console(stderr=True)
 _output = Console()
 

@@ -62,3 +62,10 @@ def populate(address: int, nbytes: int) -> None:
     if _libc.madvise(address, nbytes, MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
         raise OSError(number, f"populating {nbytes} bytes: {os.strerror(number)}")
+
+
+def trim_memory() -> None:
+    """Give memory that was freed back to the system, where the C library can. Milliseconds, with the lock let go."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -148,3 +149,47 @@ def test_many_operations_leave_nothing_behind():
         slots.free(offset, nbytes)
     assert slots.used_nbytes == 0
     assert fill(slots, 1) == 256
+
+
+class TestTaking:
+    def test_slots_of_an_earlier_life_are_taken_again(self):
+        """What one allocator had out, in any order, another one takes, and then both hand out and free the same."""
+        chance = random.Random(3)
+        for num_pages in (64, 100, 257):
+            first = SlotAllocator(num_pages * SLOT_ALIGNMENT)
+            live: dict[int, int] = {}
+            for _ in range(200):
+                nbytes = chance.choice(SIZES)
+                offset = first.allocate(nbytes)
+                if offset is not None:
+                    live[offset] = nbytes
+                elif live:
+                    offset = chance.choice(list(live))
+                    first.free(offset, live.pop(offset))
+            second = SlotAllocator(num_pages * SLOT_ALIGNMENT)
+            offsets = chance.sample(sorted(live), len(live))
+            is_ours = second.take(np.array(offsets, dtype=np.int64), np.array([live[at] for at in offsets]))
+            assert is_ours.all()
+            assert (second.used_nbytes, second.num_used) == (first.used_nbytes, len(live))
+            for nbytes in SIZES:
+                assert fill(second, nbytes) == fill(first, nbytes)
+            for offset, nbytes in live.items():
+                second.free(offset, nbytes)
+            assert second.used_nbytes == 0
+
+    @pytest.mark.parametrize(
+        ("offset", "nbytes"),
+        [
+            (-SLOT_ALIGNMENT, SLOT_ALIGNMENT), (64 * SLOT_ALIGNMENT, SLOT_ALIGNMENT), (1 << 50, SLOT_ALIGNMENT),
+            (SLOT_ALIGNMENT, 2 * SLOT_ALIGNMENT), (7 * SLOT_ALIGNMENT, 2 * SLOT_ALIGNMENT), (0, 9 * SLOT_ALIGNMENT),
+            (SLOT_ALIGNMENT + 1, SLOT_ALIGNMENT), (SLOT_ALIGNMENT, 0), (4 * SLOT_ALIGNMENT, 2 * SLOT_ALIGNMENT),
+            (0, SLOT_ALIGNMENT),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_is_not_taken(self, offset: int, nbytes: int):
+        """Places outside, across extents, off their size's places, or of two chunks: only the first is taken."""
+        slots = SlotAllocator(64 * SLOT_ALIGNMENT)
+        first = (0, SLOT_ALIGNMENT)
+        is_ours = slots.take(np.array([first[0], offset]), np.array([first[1], nbytes]))
+        assert is_ours.tolist() == [True, False]
+        assert slots.used_nbytes == SLOT_ALIGNMENT

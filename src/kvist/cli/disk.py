@@ -1,0 +1,100 @@
+"""``kvist disk``: directories of the disk tier, while no daemon uses them.
+
+Exit codes: 0 done, 1 there are bad chunks, 2 the directory cannot be looked at: not there, in use, of a newer version.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvist.errors import ConfigError
+from kvist.storage.disk_inspection import BadChunk, DirectoryFacts, describe, purge, verify
+from kvist.storage.files import OsFiles
+from kvist.units import format_nbytes
+
+app = typer.Typer(no_args_is_help=True, help="Look at directories of the disk tier while no daemon uses them.")
+_errors = Console(stderr=True)
+_output = Console()
+
+Directory = Annotated[Path, typer.Argument(metavar="PATH", help="What --disk named.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("verify")
+def verify_command(path: Directory, json: Json = False) -> None:
+    """Read all chunks and name those that are not as written."""
+    with _explained():
+        facts = describe(OsFiles(), path)
+        bad = verify(OsFiles(), path)
+    if json:
+        _print_json({"facts": facts, "bad": bad})
+    else:
+        _print_bad(facts, bad)
+    if bad or facts.is_damaged:
+        raise typer.Exit(1)
+
+
+@app.command("stats")
+def stats_command(path: Directory, json: Json = False) -> None:
+    """Show what a directory holds."""
+    with _explained():
+        facts = describe(OsFiles(), path)
+    if json:
+        _print_json(facts)
+    else:
+        _output.print(_facts_table(facts))
+
+
+@app.command("purge")
+def purge_command(path: Directory, json: Json = False) -> None:
+    """Remove all chunks, and the files that they are in."""
+    with _explained():
+        purge(OsFiles(), path)
+    if json:
+        _print_json({"path": str(path), "purged": True})
+    else:
+        _output.print(f"{path}: removed", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        _errors.print(f"kvist: {error}", style="red", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _print_json(value: object) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+
+
+def _print_bad(facts: DirectoryFacts, bad: list[BadChunk]) -> None:
+    for chunk in bad:
+        _output.print(f"{chunk.key} at {chunk.offset}: {chunk.reason}", highlight=False, soft_wrap=True)
+    if facts.is_damaged:
+        _output.print("slab and log do not belong together", highlight=False)
+    _output.print(f"{facts.path}: {facts.num_chunks} chunks, {len(bad)} bad", highlight=False, soft_wrap=True)
+
+
+def _facts_table(facts: DirectoryFacts) -> Table:
+    table = Table(show_header=False, box=None)
+    rows = (
+        ("directory", facts.path),
+        ("chunks", f"{facts.num_chunks} ({format_nbytes(facts.chunk_nbytes)})"),
+        ("slab", f"{format_nbytes(facts.slab_nbytes)} in extents of {format_nbytes(facts.extent_nbytes)}"),
+        ("log", f"{format_nbytes(facts.log_nbytes)}, {facts.num_torn_nbytes} bytes torn"),
+        ("state", "damaged: slab and log do not belong together" if facts.is_damaged else "sound"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
