@@ -29,10 +29,10 @@ import numpy as np
 from common import quartiles, report
 from kvist.model.keys import ChunkKey
 from kvist.storage.base import StoredChunk
-from kvist.storage.disk import DiskTier
-from kvist.storage.disk_directory import DiskDirectory
-from kvist.storage.files import OsFiles
-from kvist.storage.format import ENTRY, HAS_PARENT, NO_KEY, PAGE_NBYTES, PUT
+from kvist.storage.disk.directory import DiskDirectory
+from kvist.storage.disk.files import OsFiles
+from kvist.storage.disk.format import ENTRY, HAS_PARENT, NO_KEY, PAGE_NBYTES, PUT
+from kvist.storage.disk.tier import DiskTier
 from kvist.units import GIB, KIB, MIB, format_nbytes
 
 DEPTH = 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvist.storage.base import Tier
-from kvist.storage.disk import DiskTier
+from kvist.storage.disk.tier import DiskTier
 from kvist.units import MIB
 from tests.support.dict_tier import DictTier
 from tests.support.simulated_files import SimulatedFiles

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvist.storage.disk import DiskTier
+from kvist.storage.disk.tier import DiskTier
 from kvist.units import MIB
 from tests.support.tiers import key_of, store
 

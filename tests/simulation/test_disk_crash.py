@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvist.storage.base import StoredChunk
-from kvist.storage.disk import DiskTier
+from kvist.storage.disk.tier import DiskTier
 from tests.support.simulated_files import Crashes, SimulatedFiles
 from tests.support.tiers import Done, aligned, key_of, make_chunk
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvist.storage.files import Buffer
+from kvist.storage.disk.files import Buffer
 
 PAGE_NBYTES = 4096
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvist.errors import ConfigError
-from kvist.storage.disk_inspection import BadChunk, DirectoryFacts, describe, purge, verify
-from kvist.storage.files import OsFiles
+from kvist.storage.disk.files import OsFiles
+from kvist.storage.disk.inspection import BadChunk, DirectoryFacts, describe, purge, verify
 from kvist.units import format_nbytes
 
 app = typer.Typer(no_args_is_help=True, help="Look at directories of the disk tier while no daemon uses them.")

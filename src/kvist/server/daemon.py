@@ -30,7 +30,7 @@ from kvist.server.runtime import Runtime
 from kvist.server.service import CacheService
 from kvist.server.transport import Transport, descriptors_max
 from kvist.storage.base import Tier
-from kvist.storage.disk import DiskTier
+from kvist.storage.disk.tier import DiskTier
 from kvist.storage.pool import Pool, open_pool
 from kvist.storage.slots import SlotAllocator
 from kvist.tiering.controller import TiersBehind, WritePolicy

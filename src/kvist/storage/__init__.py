@@ -1,1 +1,1 @@
-"""Where chunks lie: the pool of host memory, and later the tiers behind it."""
+"""Where chunks lie: the pool of host memory, and the tiers behind it."""

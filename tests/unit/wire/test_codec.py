@@ -103,7 +103,7 @@ def test_a_lookup_reply_is_these_bytes():
     """What is here, what holds it, and what is on its way."""
     fields = {
         "type": "lookup_reply", "id": 7, "num_chunks": 2, "lease": b"l" * 16, "tail": 0, "num_loading": 3,
-        "loading_ms": 12,
+        "loading_ms": 12, "places": [],
     }  # fmt: skip
     assert encode(wire.LookupReply(7, 2, b"l" * 16, 0, 3, 12))[8:] == msgspec.msgpack.encode(fields)
 

@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvist.storage import catalogue as module
-from kvist.storage.catalogue import NO_ROW, Catalogue, RowState, closed_rows
+from kvist.storage.disk import catalogue as module
+from kvist.storage.disk.catalogue import NO_ROW, Catalogue, RowState, closed_rows
 from tests.support.tiers import key_of
 
 NAMES = [f"{number}" for number in range(14)]

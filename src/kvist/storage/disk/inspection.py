@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvist.errors import ConfigError
-from kvist.storage.chunk_io import Scratch
-from kvist.storage.disk_directory import LOCK_NAME, SLAB_NAME, DiskDirectory, take_lock
-from kvist.storage.disk_log import LOG_NAME, NEW_LOG_NAME
-from kvist.storage.disk_opening import sound_entries
-from kvist.storage.files import Files
-from kvist.storage.format import PAGE_NBYTES
+from kvist.storage.disk.chunk_io import Scratch
+from kvist.storage.disk.directory import LOCK_NAME, SLAB_NAME, DiskDirectory, take_lock
+from kvist.storage.disk.files import Files
+from kvist.storage.disk.format import PAGE_NBYTES
+from kvist.storage.disk.log import LOG_NAME, NEW_LOG_NAME
+from kvist.storage.disk.opening import sound_entries
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,19 @@ import numpy.typing as npt
 
 from kvist.errors import ConfigError
 from kvist.storage.base import StoredChunk
-from kvist.storage.chunk_io import Scratch, read_chunk, write_chunk
-from kvist.storage.disk_log import (
+from kvist.storage.disk.chunk_io import Scratch, read_chunk, write_chunk
+from kvist.storage.disk.files import Files, read_all, write_all
+from kvist.storage.disk.format import (
+    BATCH_NBYTES,
+    ENTRY,
+    LOG,
+    PAGE_NBYTES,
+    SLAB,
+    FileHeader,
+    encode_file_header,
+    parse_file_header,
+)  # fmt: skip
+from kvist.storage.disk.log import (
     LOG_NAME,
     NEW_LOG_NAME,
     DiskLog,
@@ -33,17 +44,6 @@ from kvist.storage.disk_log import (
     load,
     read_file,
     rewritten_nbytes,
-)  # fmt: skip
-from kvist.storage.files import Files, read_all, write_all
-from kvist.storage.format import (
-    BATCH_NBYTES,
-    ENTRY,
-    LOG,
-    PAGE_NBYTES,
-    SLAB,
-    FileHeader,
-    encode_file_header,
-    parse_file_header,
 )  # fmt: skip
 from kvist.storage.slots import SlotAllocator, usual_extent_nbytes
 from kvist.units import KIB, MIB, align_up, format_nbytes

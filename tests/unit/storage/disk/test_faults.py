@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.errors import ConfigError
-from kvist.storage.disk import DiskTier
-from kvist.storage.files import Buffer, OsFiles
+from kvist.storage.disk.files import Buffer, OsFiles
+from kvist.storage.disk.tier import DiskTier
 from kvist.units import GIB, MIB
 from tests.support.simulated_files import SimulatedFiles
 from tests.support.tiers import Done, aligned, fetch, found, key_of, make_chunk, store

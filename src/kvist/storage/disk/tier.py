@@ -18,12 +18,12 @@ from typing import Final
 from kvist.errors import ConfigError
 from kvist.model.keys import ChunkKey
 from kvist.storage.base import StoredChunk, TierStats
-from kvist.storage.chunk_io import Scratch
-from kvist.storage.disk_directory import BATCH_ENTRIES_MAX, DiskDirectory
-from kvist.storage.disk_opening import encode_puts, open_directories
-from kvist.storage.disk_state import Commit, DiskState, Lane, Read, Write
-from kvist.storage.files import Files, OsFiles
-from kvist.storage.meter import RateMeter
+from kvist.storage.disk.chunk_io import Scratch
+from kvist.storage.disk.directory import BATCH_ENTRIES_MAX, DiskDirectory
+from kvist.storage.disk.files import Files, OsFiles
+from kvist.storage.disk.meter import RateMeter
+from kvist.storage.disk.opening import encode_puts, open_directories
+from kvist.storage.disk.state import Commit, DiskState, Lane, Read, Write
 from kvist.units import MIB, format_nbytes
 
 logger = logging.getLogger(__name__)

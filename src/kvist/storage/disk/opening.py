@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from kvist.device.libc import trim_memory
 from kvist.model.keys import ChunkKey
-from kvist.storage.catalogue import NO_ROW, Catalogue, Columns, RowState, closed_rows
-from kvist.storage.disk_directory import DiskDirectory
-from kvist.storage.disk_log import Loaded
-from kvist.storage.files import Files
-from kvist.storage.format import ENTRY, HAS_PARENT, NO_KEY, PAGE_NBYTES, PUT, Entries
+from kvist.storage.disk.catalogue import NO_ROW, Catalogue, Columns, RowState, closed_rows
+from kvist.storage.disk.directory import DiskDirectory
+from kvist.storage.disk.files import Files
+from kvist.storage.disk.format import ENTRY, HAS_PARENT, NO_KEY, PAGE_NBYTES, PUT, Entries
+from kvist.storage.disk.log import Loaded
 from kvist.storage.slots import SlotAllocator
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvist.storage.meter import RateMeter
+from kvist.storage.disk.meter import RateMeter
 
 
 def test_nothing_done_has_no_rate():

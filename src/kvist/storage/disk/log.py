@@ -15,8 +15,8 @@ import numpy as np
 
 from kvist.errors import ConfigError
 from kvist.model.keys import ChunkKey
-from kvist.storage.files import Files, read_all, write_all
-from kvist.storage.format import (
+from kvist.storage.disk.files import Files, read_all, write_all
+from kvist.storage.disk.format import (
     BATCH_NBYTES,
     DROP,
     ENTRY,

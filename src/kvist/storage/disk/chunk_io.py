@@ -13,8 +13,8 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvist.storage.base import StoredChunk
-from kvist.storage.files import Files, read_all, write_all
-from kvist.storage.format import PAGE_NBYTES, encode_chunk_header, parse_chunk_header
+from kvist.storage.disk.files import Files, read_all, write_all
+from kvist.storage.disk.format import PAGE_NBYTES, encode_chunk_header, parse_chunk_header
 from kvist.units import align_up
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvist.storage.disk import DiskTier
-from kvist.storage.disk_directory import plan_budget
+from kvist.storage.disk.directory import plan_budget
+from kvist.storage.disk.tier import DiskTier
 from kvist.units import GIB, KIB, MIB
 from tests.support.simulated_files import SimulatedFiles
 from tests.support.tiers import Done, aligned, fetch, found, key_of, make_chunk, store

@@ -18,8 +18,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvist.model.keys import ChunkKey
 from kvist.storage.base import StoredChunk
-from kvist.storage.catalogue import NO_ROW, Catalogue, Columns, RowState
-from kvist.storage.format import PAGE_NBYTES, chunk_header_nbytes, encode_drop, encode_put
+from kvist.storage.disk.catalogue import NO_ROW, Catalogue, Columns, RowState
+from kvist.storage.disk.format import PAGE_NBYTES, chunk_header_nbytes, encode_drop, encode_put
 from kvist.storage.slots import SlotAllocator
 from kvist.units import MIB, align_up
 

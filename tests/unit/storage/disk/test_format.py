@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvist.model.keys import ChunkKey
 from kvist.storage.base import StoredChunk
-from kvist.storage.format import (
+from kvist.storage.disk.format import (
     ENTRY,
     FORMAT_VERSION,
     LOG,
