@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from kvist.errors import AlreadyRegistered, LayoutError, LayoutRefused, Malformed, PoolKept
 from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.rows import RowMemory
-from kvist.server.engine_lane import EngineLane
 from kvist.server.lanes import Lane
+from kvist.server.orders import Orders
 from kvist.server.parsing import close_all, duplicate_all, parse_layout
 from kvist.server.runtime import Runtime
 from kvist.server.sessions import Registration, Session
@@ -104,7 +104,7 @@ class Registrar:
     def let_go(self, session: Session, on_gone: Callable[[], None]) -> None:
         """Unmap what a session has registered, then call back. The caller knows that nothing copies there any more."""
         registration, session.registration = session.registration, None
-        if registration is None or isinstance(registration.lane, EngineLane):
+        if registration is None or isinstance(registration.lane, Orders):
             on_gone()
             return
         lane = registration.lane
@@ -143,7 +143,7 @@ class Registrar:
                 f"pool (--isolate); use the daemon lane"
             )
         process = self._runtime.watch(session.peer.pid)
-        lane = EngineLane(process, session.send, queue_max=self._orders_max)
+        lane = Orders(process, session.send, queue_max=self._orders_max)
         registration = opening.registration((), lane, None)
         session.registration = registration
         _log_registered(session, registration)
@@ -201,7 +201,7 @@ class _Opening:
     rows: tuple[RowMemory, ...]
     handles: tuple[MemoryHandle, ...]
 
-    def registration(self, bases: tuple[int, ...], lane: Lane | EngineLane, fence: object | None) -> Registration:
+    def registration(self, bases: tuple[int, ...], lane: Lane | Orders, fence: object | None) -> Registration:
         return Registration(self.rows, self.handles, bases, lane, fence)
 
 

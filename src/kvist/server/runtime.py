@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvist.server.engine_lane import SupportsWatch
 from kvist.server.lanes import Lane
+from kvist.server.orders import SupportsWatch
 
 
 class SupportsLanes(Protocol):

@@ -14,8 +14,8 @@ from kvist.errors import Malformed
 from kvist.index.leases import SessionId
 from kvist.model.handles import MemoryHandle
 from kvist.model.rows import RowMemory
-from kvist.server.engine_lane import EngineLane
 from kvist.server.lanes import Lane
+from kvist.server.orders import Orders
 from kvist.transfer.executor import Job
 from kvist.wire.messages import Reply
 
@@ -39,7 +39,7 @@ class Registration:
     handles: tuple[MemoryHandle, ...]
     bases: tuple[int, ...]
     """Address of each allocation in this process; none where the engine copies for itself."""
-    lane: Lane | EngineLane
+    lane: Lane | Orders
     """Who copies."""
     fence: object | None = None
     """The engine's event, as the device has opened it."""
@@ -55,9 +55,9 @@ class Registration:
         return self.rows[number]
 
     @property
-    def orders(self) -> EngineLane | None:
+    def orders(self) -> Orders | None:
         """What the engine was told to copy; None where the daemon copies."""
-        return self.lane if isinstance(self.lane, EngineLane) else None
+        return self.lane if isinstance(self.lane, Orders) else None
 
 
 @dataclass(slots=True, eq=False)

@@ -31,8 +31,10 @@ class Finder:
         self.tail_found = 0
         self.places: tuple[wire.RowPlaces, ...] = ()
         self.num_loading = self.loading_ms = 0
+        self.is_slow = False
+        self.answers: list[tuple[Pending, wire.Reply]] = []
         self.rests: list[float] = []
-        """For how long it was told to wait for nothing in particular."""
+        """For how long it was told to wait."""
         self.sent: list[wire.Request] = []
         self.is_connected, self.is_late, self.welcome = True, False, None
 
@@ -43,12 +45,20 @@ class Finder:
         lease = b"lease %d" % request.id if found else b""
         loading = (self.num_loading, self.loading_ms)
         reply = wire.LookupReply(request.id, found, lease, self.tail_found, *loading, self.places)
-        return Pending(request.id, self.now, reply)
+        pending = Pending(request.id, self.now, None if self.is_slow else reply)
+        self.answers.append((pending, reply))
+        return pending
 
     def poll(self, timeout_s: float = 0.0) -> None:
         self.rests += [timeout_s] if timeout_s else []
 
-    def wait(self, pending: Pending, deadline_s: float) -> None: ...
+    def wait(self, pending: Pending, deadline_s: float) -> None:
+        self.rests.append(deadline_s)
+
+    def answer(self) -> None:
+        """Let everything be answered that was slow."""
+        for pending, reply in self.answers:
+            pending.reply = reply
 
 
 class Bench:
@@ -189,6 +199,19 @@ def test_a_prompt_is_named_with_what_it_shows():
     one, other, again = names("one"), names("other"), names("one")
     assert one == again
     assert [left == right for left, right in zip(one, other, strict=True)] == [True, False, False]
+
+
+def test_what_the_engine_has_itself_is_not_waited_for():
+    """A request of which less than a chunk is left is not kept; what the late answer names is not offered again."""
+    bench = Bench(((FULL, 8, None, False),))
+    bench.client.is_slow, bench.client.num_found = True, 2
+    request = bench.request(40)
+    assert bench.connector.get_num_new_matched_tokens(request, 32) == (0, False)
+    assert not bench.client.rests
+    bench.allocate(request, 0, [1, 2, 3, 4, 5])
+    bench.client.answer()
+    assert stored(bench.step(32, 8, [1, 2, 3, 4, 5], is_new=True)) == []
+    assert bench.client.sent[-1] == wire.Release(2, b"lease 1")
 
 
 def test_a_load_is_held_and_names_its_groups():

@@ -96,7 +96,7 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._last_stores: list[StoreJob] = []
         """Of requests that have ended since the last step."""
-        self._abandoned: list[Pending] = []
+        self._abandoned: list[tuple[Tracked, Pending]] = []
 
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, which gives references to blocks."""
@@ -121,6 +121,8 @@ class SchedulerSide:
         lookup = tracked.lookup
         if lookup is None:
             return 0
+        if int(request.num_tokens) - num_local_tokens < self._chunk_tokens:
+            return 0  # Whatever the answer: such loads are not made.
         if not lookup.pending.is_over:
             self._client.wait(lookup.pending, _ANSWER_WAIT_S)
         if not lookup.pending.is_over:
@@ -312,7 +314,7 @@ class SchedulerSide:
                 lambda number: wire.Lookup(number, digests, self._needs, tails, chunk_us, wants_places)
             )
             tracked.lookup = Lookup((num_chunks, num_tails), pending)
-        self._let_go(before)  # Behind the new question: what both find is held all the time.
+        self._let_go(tracked, before)  # Behind the new question: what both find is held all the time.
 
     def _tail_blocks(self, num_chunks: int, num_tokens: int) -> int:
         """Return how many blocks there are behind a sequence's last whole chunk, if it is worth a tail."""
@@ -334,12 +336,12 @@ class SchedulerSide:
     def _forget_lookup(self, tracked: Tracked) -> None:
         """Give a lease back, or see to it that it will be when the answer comes."""
         lookup, tracked.lookup = tracked.lookup, None
-        self._let_go(lookup)
+        self._let_go(tracked, lookup)
 
-    def _let_go(self, lookup: Lookup | None) -> None:
+    def _let_go(self, tracked: Tracked, lookup: Lookup | None) -> None:
         if lookup is None or lookup.is_claimed or lookup.pending.is_lost:
             return
-        self._abandoned.append(lookup.pending)
+        self._abandoned.append((tracked, lookup.pending))
         self._settle_abandoned()
 
     def _settle_abandoned(self) -> None:
@@ -347,10 +349,11 @@ class SchedulerSide:
             return
         self._client.poll()
         waiting = []
-        for pending in self._abandoned:
+        for tracked, pending in self._abandoned:
             if not pending.is_over:
-                waiting.append(pending)
+                waiting.append((tracked, pending))
             elif isinstance(pending.reply, wire.LookupReply) and pending.reply.lease:
+                tracked.note_found(pending.reply.num_chunks)  # What the daemon has need not be offered.
                 self._client.submit(functools.partial(wire.Release, lease=pending.reply.lease))
         self._abandoned = waiting
 

@@ -31,7 +31,7 @@ class SupportsWatch(Protocol):
         ...
 
 
-class EngineLane:
+class Orders:
     """The orders of one session. Has the face of an executor."""
 
     def __init__(self, process: SupportsWatch, send: Callable[[wire.CopyOrder], None], *, queue_max: int) -> None:
@@ -41,7 +41,7 @@ class EngineLane:
         self._queue_max = queue_max
         self._orders: dict[int, Job] = {}
 
-    def executor(self, direction: Direction) -> EngineLane:
+    def executor(self, direction: Direction) -> Orders:
         """Return itself: an engine orders its copies as it likes."""
         assert direction in Direction
         return self

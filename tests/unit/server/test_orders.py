@@ -5,7 +5,7 @@ import pytest
 
 from kvist.errors import Malformed, Overloaded
 from kvist.model.transfer import Direction
-from kvist.server.engine_lane import EngineLane
+from kvist.server.orders import Orders
 from kvist.transfer.executor import Job
 from kvist.transfer.plan import plan_copy
 from kvist.wire import messages as wire
@@ -26,7 +26,7 @@ class Desk:
         self.process = Watched(1)
         self.sent: list[wire.CopyOrder] = []
         self.done: list[Job] = []
-        self.lane = EngineLane(self.process, self.sent.append, queue_max=QUEUE_MAX)
+        self.lane = Orders(self.process, self.sent.append, queue_max=QUEUE_MAX)
 
     def order(self, number: int, direction: Direction = Direction.GATHER) -> Job:
         block_ids = np.arange(2 * NUM_CHUNKS, dtype=np.int64).reshape(NUM_CHUNKS, 2)
