@@ -17,6 +17,8 @@ from child import EngineProcess, engine_options  # noqa: E402
 from tests.support.daemon import Daemon  # noqa: E402
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+READY = ROOT / ".venv-vllm" / ".ready"
+"""There as soon as all of it is installed."""
 MODELS = ROOT / ".models"
 MODELS_OF_ALL = ("smollm2", "llama", "qwen3", "gemma3")
 """Those that tests need which are not of one family of models, unless their module names its ``MODELS``."""
@@ -33,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(900))
             family = item.callspec.params.get("run") if hasattr(item, "callspec") else None
             names = [family.name] if family is not None else getattr(item.module, "MODELS", MODELS_OF_ALL)
-            if not PYTHON.exists() or not all((MODELS / name / ".ready").exists() for name in names):
+            if not READY.exists() or not all((MODELS / name / ".ready").exists() for name in names):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
