@@ -39,7 +39,7 @@ class _Extent:
     num_used: int = 0
 
 
-def usual_extent_nbytes(pool_nbytes: int) -> int:
+def _usual_extent_nbytes(pool_nbytes: int) -> int:
     """Return into how large extents a pool is cut: many, but none that is small for the sake of their number."""
     nbytes = max(pool_nbytes // _EXTENTS_USUAL, min(pool_nbytes // _EXTENTS_MIN, _EXTENT_NBYTES_USUAL), 1)
     return min(_EXTENT_NBYTES_MAX, align_up(nbytes, SLOT_ALIGNMENT))
@@ -51,7 +51,7 @@ class SlotAllocator:
     def __init__(self, pool_nbytes: int, *, extent_nbytes: int | None = None) -> None:
         """Begin with nothing taken, in extents of the usual size unless it is said otherwise."""
         assert pool_nbytes >= SLOT_ALIGNMENT
-        nbytes = extent_nbytes or usual_extent_nbytes(pool_nbytes)
+        nbytes = extent_nbytes or _usual_extent_nbytes(pool_nbytes)
         assert nbytes % SLOT_ALIGNMENT == 0
         self.extent_nbytes = nbytes
         starts = range(0, pool_nbytes - SLOT_ALIGNMENT + 1, nbytes)

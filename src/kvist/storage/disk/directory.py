@@ -45,8 +45,8 @@ from kvist.storage.disk.log import (
     read_file,
     rewritten_nbytes,
 )  # fmt: skip
-from kvist.storage.slots import SlotAllocator, usual_extent_nbytes
-from kvist.units import KIB, MIB, align_up, format_nbytes
+from kvist.storage.slots import SlotAllocator
+from kvist.units import GIB, KIB, MIB, align_up, format_nbytes
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ SLAB_NAME: Final = "kvist.slab"
 SHARE_NBYTES_MIN: Final = MIB
 BATCH_ENTRIES_MAX: Final = 256
 _INDEX_NBYTES_MIN: Final = 256 * KIB
+_EXTENTS_MIN: Final = 8
+"""Fewer and larger ones than the pool's: a slot is a page larger than its chunk, and the end of each extent is lost."""
 _SCRATCH_NBYTES_MAX: Final = 4 * MIB
 _PROBE_PIECE_NBYTES: Final = MIB
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -299,7 +301,8 @@ class DiskDirectory:
         slab_nbytes = self.budget.slab_nbytes
         scratch_nbytes = min(_SCRATCH_NBYTES_MAX, slab_nbytes // 64 // PAGE_NBYTES * PAGE_NBYTES)
         data_offset = PAGE_NBYTES + scratch_nbytes
-        return FileHeader(SLAB, secrets.token_bytes(16), usual_extent_nbytes(slab_nbytes - data_offset), data_offset, 0)
+        extent_nbytes = min(GIB, align_up((slab_nbytes - data_offset) // _EXTENTS_MIN, PAGE_NBYTES))
+        return FileHeader(SLAB, secrets.token_bytes(16), extent_nbytes, data_offset, 0)
 
     def _allocate(self, nbytes: int) -> None:
         before = self._files.nbytes(self._slab)
