@@ -103,11 +103,6 @@ def encode_puts(columns: Columns, directory: int) -> bytes:
     return entries.tobytes()
 
 
-def disk_nbytes(header_pages: int, slot_nbytes: int) -> int:
-    """Return how much of a slab a chunk takes, before rounding."""
-    return header_pages * PAGE_NBYTES + slot_nbytes
-
-
 @dataclass(frozen=True, slots=True)
 class _Merged:
     """What all logs say, the longest unused first, shape ``[n]`` each."""

@@ -288,14 +288,9 @@ class DiskTier:
 
     def _carry_out_write(self, lane: Lane, write: Write, scratch: Scratch) -> None:
         directory = self._directories[lane.number]
-        reason = ""
-        try:
-            directory.write(write.offset, write.chunk, write.source, scratch)
-        except OSError as error:
-            reason = _reason(directory, "writing", error)
-        except Exception as error:  # The thread's boundary: what goes wrong here ends with the directory.
-            logger.exception("disk write failed path=%s", directory.path)
-            reason = _reason(directory, "writing", error)
+        reason = _attempt(
+            directory, "writing", lambda: directory.write(write.offset, write.chunk, write.source, scratch)
+        )
         with self._lock:
             self._writing.end(time.monotonic(), 0 if reason else write.chunk.nbytes)
             if reason:
@@ -327,22 +322,7 @@ class DiskTier:
             _call(on_done)
 
     def _carry_out_commit(self, lane: Lane, commit: Commit) -> None:
-        directory = self._directories[lane.number]
-        reason = ""
-        try:
-            if commit.writes:
-                directory.sync()
-            num_entries = len(commit.drops) + len(commit.writes)
-            if directory.is_log_due(lane.num_slots) or not directory.has_room(num_entries):
-                with self._lock:
-                    columns = self._state.columns()
-                directory.rewrite_log(encode_puts(columns, lane.number))
-            directory.append(commit.entries)
-        except OSError as error:
-            reason = _reason(directory, "keeping the log", error)
-        except Exception as error:  # The thread's boundary: what goes wrong here ends with the directory.
-            logger.exception("disk commit failed path=%s", directory.path)
-            reason = _reason(directory, "keeping the log", error)
+        reason = _attempt(self._directories[lane.number], "keeping the log", lambda: self._make_durable(lane, commit))
         with self._lock:
             self._writing.end(time.monotonic(), 0)
             if reason:
@@ -352,6 +332,17 @@ class DiskTier:
             self._wake_results()
             if lane.writes:
                 self._has_work[lane.number].notify_all()
+
+    def _make_durable(self, lane: Lane, commit: Commit) -> None:
+        directory = self._directories[lane.number]
+        if commit.writes:
+            directory.sync()
+        num_entries = len(commit.drops) + len(commit.writes)
+        if directory.is_log_due(lane.num_slots) or not directory.has_room(num_entries):
+            with self._lock:
+                columns = self._state.columns()
+            directory.rewrite_log(encode_puts(columns, lane.number))
+        directory.append(commit.entries)
 
     def _turn_off(self, lane: Lane, reason: str, commit: Commit | None = None) -> None:
         if not lane.off_reason:
@@ -367,6 +358,18 @@ class DiskTier:
 def _make_lane(number: int, directory: DiskDirectory) -> Lane:
     slots = directory.slots
     return Lane(number, directory.data_offset, slots, directory.budget.chunks_max, num_slots=slots.num_used)
+
+
+def _attempt(directory: DiskDirectory, doing: str, act: Callable[[], None]) -> str:
+    """Do something for which a directory has to work; return why it does not, or nothing."""
+    try:
+        act()
+    except OSError as error:
+        return _reason(directory, doing, error)
+    except Exception as error:  # The thread's boundary: what goes wrong here ends with the directory.
+        logger.exception("disk failed doing=%s path=%s", doing, directory.path)
+        return _reason(directory, doing, error)
+    return ""
 
 
 def _reason(directory: DiskDirectory, doing: str, error: Exception) -> str:
