@@ -43,7 +43,7 @@ def plan_load(request: wire.Retrieve, places: Places, held: RowMemory, pool_nbyt
     _check_checksums(places.checksums, slots.size)
     if slots.size != (num_chunks := num_chunks_of(request, held)):
         raise LayoutError(f"{slots.size} slots for {num_chunks} chunks")
-    block_ids = _block_ids(request, held, request.num_skipped_blocks)
+    block_ids = request_blocks(request, held)
     return plan_copy(Direction.SCATTER, held.group, block_ids, slots, num_skipped_blocks=request.num_skipped_blocks)
 
 
@@ -53,7 +53,10 @@ def request_blocks(request: wire.Retrieve | wire.Store, held: RowMemory) -> Int6
     Raises:
         InvalidBlocks: they are not the row's.
     """
-    return _block_ids(request, held, request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0)
+    return parse_block_ids(
+        request.block_ids, held.group, num_chunks=num_chunks_of(request, held), blocks_per_chunk=held.blocks_per_chunk,
+        num_skipped_blocks=_num_skipped_blocks(request),
+    )  # fmt: skip
 
 
 def plan_order(
@@ -65,7 +68,7 @@ def plan_order(
         LayoutError: its slots are not in the pool, or its chunks not the request's.
     """
     is_load = isinstance(request, wire.Retrieve)
-    num_skipped_blocks = request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0
+    num_skipped_blocks = _num_skipped_blocks(request)
     slots = _slots(order.slots, held, pool_nbytes)
     _check_checksums(order.checksums, slots.size if is_load else 0)
     positions = np.frombuffer(order.positions, dtype="<i4")
@@ -109,8 +112,5 @@ def _check_checksums(packed: bytes, num: int) -> None:
         raise LayoutError(f"{len(packed)} bytes of checksums, and not {num} of {CHECKSUM_NBYTES} bytes")
 
 
-def _block_ids(request: wire.Retrieve | wire.Store, held: RowMemory, num_skipped_blocks: int) -> Int64s:
-    return parse_block_ids(
-        request.block_ids, held.group, num_chunks=num_chunks_of(request, held), blocks_per_chunk=held.blocks_per_chunk,
-        num_skipped_blocks=num_skipped_blocks,
-    )  # fmt: skip
+def _num_skipped_blocks(request: wire.Retrieve | wire.Store) -> int:
+    return request.num_skipped_blocks if isinstance(request, wire.Retrieve) else 0
