@@ -5,25 +5,21 @@ Exit codes: 0 done, 1 there are bad chunks, 2 the directory cannot be looked at:
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from kvist.cli.output import output, print_error, print_json
 from kvist.errors import ConfigError
 from kvist.storage.disk.files import OsFiles
 from kvist.storage.disk.inspection import BadChunk, DirectoryFacts, describe, purge, verify
 from kvist.units import format_nbytes
 
 app = typer.Typer(no_args_is_help=True, help="Look at directories of the disk tier while no daemon uses them.")
-_errors = Console(stderr=True)
-_output = Console()
 
 Directory = Annotated[Path, typer.Argument(metavar="PATH", help="What --disk named.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -36,7 +32,7 @@ def verify_command(path: Directory, json: Json = False) -> None:
         facts = describe(OsFiles(), path)
         bad = verify(OsFiles(), path)
     if json:
-        _print_json({"facts": facts, "bad": bad})
+        print_json({"facts": facts, "bad": bad})
     else:
         _print_bad(facts, bad)
     if bad or facts.is_damaged:
@@ -49,9 +45,9 @@ def stats_command(path: Directory, json: Json = False) -> None:
     with _explained():
         facts = describe(OsFiles(), path)
     if json:
-        _print_json(facts)
+        print_json(facts)
     else:
-        _output.print(_facts_table(facts))
+        output.print(_facts_table(facts))
 
 
 @app.command("purge")
@@ -60,9 +56,9 @@ def purge_command(path: Directory, json: Json = False) -> None:
     with _explained():
         purge(OsFiles(), path)
     if json:
-        _print_json({"path": str(path), "purged": True})
+        print_json({"path": str(path), "purged": True})
     else:
-        _output.print(f"{path}: removed", highlight=False, soft_wrap=True)
+        output.print(f"{path}: removed", highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -70,20 +66,16 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        _errors.print(f"kvist: {error}", style="red", highlight=False, soft_wrap=True)
+        print_error(error)
         raise typer.Exit(2) from None
-
-
-def _print_json(value: object) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
 
 
 def _print_bad(facts: DirectoryFacts, bad: list[BadChunk]) -> None:
     for chunk in bad:
-        _output.print(f"{chunk.key} at {chunk.offset}: {chunk.reason}", highlight=False, soft_wrap=True)
+        output.print(f"{chunk.key} at {chunk.offset}: {chunk.reason}", highlight=False, soft_wrap=True)
     if facts.is_damaged:
-        _output.print("slab and log do not belong together", highlight=False)
-    _output.print(f"{facts.path}: {facts.num_chunks} chunks, {len(bad)} bad", highlight=False, soft_wrap=True)
+        output.print("slab and log do not belong together", highlight=False)
+    output.print(f"{facts.path}: {facts.num_chunks} chunks, {len(bad)} bad", highlight=False, soft_wrap=True)
 
 
 def _facts_table(facts: DirectoryFacts) -> Table:

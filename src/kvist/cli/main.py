@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvist import __version__
 from kvist.cli import disk
+from kvist.cli.output import errors, output, print_error, print_json
 from kvist.client.client import Client
 from kvist.errors import ConfigError, KvistError
 from kvist.server.config import ServeConfig, load_config, process_environment
@@ -26,8 +25,6 @@ from kvist.wire import messages as wire
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="A KV-cache service for LLM inference engines.")
 app.add_typer(disk.app, name="disk")
-_errors = Console(stderr=True)
-_output = Console()
 
 Socket = Annotated[str | None, typer.Option("--socket", help="Path of the daemon's Unix socket.")]
 
@@ -58,9 +55,9 @@ def serve(  # noqa: PLR0913 -- an argument is an option
     try:
         options = load_config(config, flags, process_environment())
         _configure_logging(options.log_level)
-        run(options, on_progress=_Progress(options), on_ready=lambda: _errors.print("kvist: ready", highlight=False))
+        run(options, on_progress=_Progress(options), on_ready=lambda: errors.print("kvist: ready", highlight=False))
     except ConfigError as error:
-        _errors.print(f"kvist: {error}", style="red", highlight=False, soft_wrap=True)
+        print_error(error)
         raise typer.Exit(2) from None
 
 
@@ -76,19 +73,19 @@ def status(
         client = Client(path, engine_id="kvist-status", name="kvist status")
         reply = client.call(wire.Status, deadline_s=5.0)
     except KvistError as error:
-        _errors.print(f"kvist: {error}", style="red", highlight=False, soft_wrap=True)
+        print_error(error)
         raise typer.Exit(1) from None
     assert isinstance(reply, wire.StatusReply)
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(reply)).decode() + "\n")
+        print_json(reply)
     else:
-        _output.print(_status_table(reply))
+        output.print(_status_table(reply))
 
 
 @app.command()
 def version() -> None:
     """Show the versions of this program and of its protocol."""
-    _output.print(f"kvist {__version__}, protocol {wire.PROTOCOL_VERSION}", highlight=False)
+    output.print(f"kvist {__version__}, protocol {wire.PROTOCOL_VERSION}", highlight=False)
 
 
 class _Progress:
@@ -103,7 +100,7 @@ class _Progress:
         if tenth > self._tenth:
             self._tenth = tenth
             of = f"{format_nbytes(min(nbytes, self._nbytes))} of {format_nbytes(self._nbytes)}"
-            _errors.print(f"kvist: pool {of}", highlight=False)
+            errors.print(f"kvist: pool {of}", highlight=False)
 
 
 def _status_table(reply: wire.StatusReply) -> Table:
