@@ -87,6 +87,8 @@ def test_what_is_not_the_protocol_is_told_so(shared: Daemon, raw: bytes, named: 
         (wire.Hello(5, "kvast", 1, "x"), "protocol", "begins with a hello"),
         (wire.Hello(5, wire.MAGIC, 1, ""), "protocol", "at most 256 characters"),
         (wire.Hello(5, wire.MAGIC, 1, "x" * 257), "protocol", "at most 256 characters"),
+        (wire.Hello(5, wire.MAGIC, 1, "x", facts={"a": "x" * 4096}), "protocol", "4097 characters of facts"),
+        (wire.Hello(5, wire.MAGIC, 1, "x", needs=(wire.NeedSpec("full"),) * 4097), "protocol", "4097 groups"),
         (wire.Ping(5), "protocol", "begins with a hello, not with Ping"),
         (header(3) + b"abc", "protocol", "no hello"),
     ],

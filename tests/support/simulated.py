@@ -199,6 +199,7 @@ class SimulatedDaemon:
         """Those that the service watches or has watched, in the order of their registrations."""
         numbers = itertools.count(1)
         runtime = Runtime(
+            rates={},
             pid=os.getpid(), boot_id="boot", post=self.posted.append, clock=lambda: self.now,
             new_id=lambda: next(numbers).to_bytes(16, "big"),
             watch=self._watch, pool_fd=None if is_isolated else self.pool.fd,

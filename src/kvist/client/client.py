@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -42,6 +42,16 @@ class Registrar(Protocol):
     def __call__(self, request_id: int) -> tuple[wire.Register, Sequence[int]]:
         """Return the registration and the descriptors that go with it, which stay the callee's."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What an engine tells of itself with each hello."""
+
+    serves: wire.NamespaceSpec | None = None
+    needs: tuple[wire.NeedSpec, ...] = ()
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """For people and their tools."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,12 +92,13 @@ class _Link:
 class Client:
     """One process's session with the daemon: connects, registers, and does so again when the daemon comes back."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- facts of the process, each with a name
         self,
         path: str,
         *,
         engine_id: str,
         name: str,
+        about: About | None = None,
         deadline_s: float = 1.0,
         registrar: Registrar | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -99,6 +110,7 @@ class Client:
         """The daemon's answer to this connection's registration."""
         self._engine_id = engine_id
         self._name = name
+        self._about = about or About()
         self._registrar = registrar
         self._clock = clock
         self._link: _Link | None = None
@@ -247,7 +259,11 @@ class Client:
             self._send_registration(link, self._registrar)
 
     def _hello(self, request_id: int) -> wire.Request:
-        return wire.Hello(request_id, wire.MAGIC, wire.PROTOCOL_VERSION, self._engine_id, self._name)
+        about = self._about
+        return wire.Hello(
+            request_id, wire.MAGIC, wire.PROTOCOL_VERSION, self._engine_id, self._name, about.serves, about.needs,
+            dict(about.facts),
+        )  # fmt: skip
 
     def _send_registration(self, link: _Link, registrar: Registrar) -> None:
         pending = self._new_pending(link)

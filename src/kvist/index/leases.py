@@ -52,6 +52,8 @@ class Lease:
     deadline: float
     claims_left: dict[Row, int]
     """How many claims on each row are still to come, none of which is 0."""
+    chunk_s: float
+    """What computing one chunk would take the engine; 0 if that is not known."""
     num_reading: int = 0
     is_over: bool = field(default=False)
 
@@ -70,16 +72,19 @@ class LeaseTable:
         """Return how many leases hold pins, those that only wait for their copies included."""
         return len(self._leases) + self._num_lingering
 
-    def grant(self, rows: Mapping[Row, Held], *, session: SessionId, engine_id: str, now: float) -> Lease:
+    def grant(
+        self, rows: Mapping[Row, Held], *, session: SessionId, engine_id: str, now: float, chunk_s: float = 0.0
+    ) -> Lease:
         """Pin the sealed chunks of ``rows`` until ``now + ttl_s``, or until each row was read by all of its readers.
 
-        A row that holds nothing has nothing to claim.
+        A row that holds nothing has nothing to claim. Computing one chunk would take whoever asks ``chunk_s``; 0 if
+        that is not known.
         """
         for held in rows.values():
             for chunk in held.chunks:
                 self._index.pin(chunk)
         claims = {row: held.num_claims for row, held in rows.items() if held.chunks}
-        lease = Lease(LeaseId(self._new_id()), session, engine_id, rows, now + self._ttl_s, claims)
+        lease = Lease(LeaseId(self._new_id()), session, engine_id, rows, now + self._ttl_s, claims, chunk_s)
         self._leases[lease.id] = lease
         return lease
 

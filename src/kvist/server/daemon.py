@@ -15,7 +15,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +31,7 @@ from kvist.server.service import CacheService
 from kvist.server.transport import Transport, descriptors_max
 from kvist.storage.base import Tier
 from kvist.storage.disk.tier import DiskTier
-from kvist.storage.pool import Pool, open_pool
+from kvist.storage.pool import Pool, measure_memcpy, open_pool
 from kvist.storage.slots import SlotAllocator
 from kvist.tiering.controller import TiersBehind, WritePolicy
 from kvist.units import format_nbytes
@@ -57,14 +57,16 @@ def run(config: ServeConfig, *, on_progress: Callable[[int], None], on_ready: Ca
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _raise_descriptor_limit()
     num_threads = min(_POPULATE_THREADS_MAX, os.cpu_count() or 1)
+    began_at = time.monotonic()
     pool = open_pool(config.pool, num_threads=num_threads, on_progress=on_progress)
     try:
-        uvloop.run(_serve(config, pool, on_ready))
+        rates = {"populate": pool.nbytes / (time.monotonic() - began_at), "memcpy": measure_memcpy(pool)}
+        uvloop.run(_serve(config, pool, rates, on_ready))
     finally:
         pool.close()
 
 
-async def _serve(config: ServeConfig, pool: Pool, on_ready: Callable[[], None]) -> None:
+async def _serve(config: ServeConfig, pool: Pool, rates: Mapping[str, float], on_ready: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
     lanes = Lanes(DeviceContext(pool, config.copy_threads), queue_max=config.copies_max)
     boot_id = secrets.token_hex(8)
@@ -75,7 +77,7 @@ async def _serve(config: ServeConfig, pool: Pool, on_ready: Callable[[], None]) 
     runtime = Runtime(
         pid=os.getpid(), boot_id=boot_id, post=lambda call: _post(loop, call), clock=time.monotonic,
         new_id=lambda: secrets.token_bytes(16), lanes=lanes, watch=lambda pid: _ProcessWatch(loop, pid),
-        pool_fd=None if config.isolate else pool.fd,
+        rates=rates, pool_fd=None if config.isolate else pool.fd,
     )  # fmt: skip
     tiers = _open_tiers(config)
     behind = TiersBehind(pool.view, tiers, WritePolicy(config.disk_write))

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvist.errors import InvalidBlocks, KeyInvalid, LayoutError, LayoutRefused, Malformed
+import msgspec
+
+from kvist.errors import InvalidBlocks, KeyInvalid, LayoutError, LayoutRefused, Malformed, ProtocolError
 from kvist.model.coverage import Need
 from kvist.model.handles import MemoryHandle
-from kvist.model.keys import DIGEST_NBYTES, Digest, split_digests
+from kvist.model.keys import DIGEST_NBYTES, FIELD_NBYTES_MAX, Digest, split_digests
 from kvist.model.layout import GroupKind, Int64s, KVLayout, LayerGroup, LayerPlane
 from kvist.model.rows import ROWS_MAX, Row, RowMemory, row_memory
 from kvist.transfer.plan import parse_block_ids
@@ -18,9 +20,9 @@ from kvist.wire import messages as wire
 
 _KINDS = {kind.value: kind for kind in GroupKind}
 _INT64_MAX = 2**63 - 1
-_KEYS_MAX: Final = 1 << 20
+KEYS_MAX: Final = 1 << 20
 """Most keys in one lookup: its digests, times the rows of all groups. As many again may be those of its tails."""
-_TAILS_MAX: Final = _KEYS_MAX // ROWS_MAX
+_TAILS_MAX: Final = KEYS_MAX // ROWS_MAX
 
 
 def parse_digests(packed: bytes) -> list[Digest]:
@@ -37,24 +39,24 @@ def parse_digests(packed: bytes) -> list[Digest]:
         raise Malformed(str(error)) from error
 
 
-def parse_needs(request: wire.Lookup, num_digests: int) -> list[Need]:
-    """Read what a lookup's layer groups need; refuse one whose answer would keep the loop from everybody else.
+def parse_needs(specs: Sequence[wire.NeedSpec], num_digests: int, *, keys_max: int = KEYS_MAX) -> list[Need]:
+    """Read what layer groups need; refuse a question whose answer would keep the loop from everybody else.
 
     Raises:
         Malformed: no groups, shards or readers, or too many; a need that contradicts itself.
     """
-    num_groups = len(request.needs)
+    num_groups = len(specs)
     if not 1 <= num_groups <= ROWS_MAX:
         raise Malformed(f"{num_groups} groups; at least 1, and at most {ROWS_MAX}")
     try:
-        needs = [Need(_parse_kind(need.kind), need.span, need.num_shards, need.num_readers) for need in request.needs]
+        needs = [Need(_parse_kind(need.kind), need.span, need.num_shards, need.num_readers) for need in specs]
     except LayoutError as error:
         raise Malformed(str(error)) from error
     num_rows = sum(need.num_shards for need in needs)
-    if num_rows > ROWS_MAX or num_rows * num_digests > _KEYS_MAX:
+    if num_rows > ROWS_MAX or num_rows * num_digests > keys_max:
         raise Malformed(
             f"{num_digests} digests on the {num_rows} rows of {num_groups} groups; at most {ROWS_MAX} rows, and "
-            f"{_KEYS_MAX} keys in all"
+            f"{keys_max} keys in all"
         )
     return needs
 
@@ -138,6 +140,38 @@ def parse_layout(request: wire.Register) -> tuple[tuple[RowMemory, ...], tuple[M
     if num_times > 1:
         raise LayoutRefused(f"{row} appears {num_times} times in one registration")
     return rows, handles
+
+
+def parse_texts(request: wire.Register) -> tuple[str, ...]:
+    """Read what a registration says for people.
+
+    Raises:
+        Malformed: more texts than rows can have groups, or longer ones than anybody reads.
+    """
+    longest = max(map(len, request.texts), default=0)
+    if len(request.texts) > ROWS_MAX or longest > wire.TEXT_CHARS_MAX:
+        raise Malformed(
+            f"{len(request.texts)} texts of up to {longest} characters; at most {ROWS_MAX} of {wire.TEXT_CHARS_MAX}"
+        )
+    return tuple(request.texts)
+
+
+def check_hello(hello: wire.Hello) -> None:
+    """Refuse a hello that says more of its process than is kept.
+
+    Raises:
+        ProtocolError: no engine id, or texts over their limits.
+    """
+    if max(len(hello.engine_id), len(hello.name)) > wire.NAME_CHARS_MAX or not hello.engine_id:
+        raise ProtocolError(f"engine_id and name have at most {wire.NAME_CHARS_MAX} characters, engine_id at least 1")
+    named = [] if hello.serves is None else [str(value) for value in msgspec.structs.astuple(hello.serves)]
+    longest = max(map(len, named), default=0)
+    num_chars = sum(len(key) + len(value) for key, value in hello.facts.items())
+    if longest > FIELD_NBYTES_MAX or num_chars > FIELD_NBYTES_MAX or len(hello.needs) > ROWS_MAX:
+        raise ProtocolError(
+            f"a namespace with {longest} characters in one field, {num_chars} characters of facts, "
+            f"{len(hello.needs)} groups; at most {FIELD_NBYTES_MAX}, {FIELD_NBYTES_MAX} and {ROWS_MAX}"
+        )
 
 
 def _parse_kind(kind: str) -> GroupKind:

@@ -18,7 +18,7 @@ from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.rows import RowMemory
 from kvist.server.lanes import Lane
 from kvist.server.orders import Orders
-from kvist.server.parsing import close_all, duplicate_all, parse_layout
+from kvist.server.parsing import close_all, duplicate_all, parse_layout, parse_texts
 from kvist.server.runtime import Runtime
 from kvist.server.sessions import Registration, Session
 from kvist.storage.slots import SlotAllocator
@@ -95,7 +95,7 @@ class Registrar:
             raise Malformed(f"{len(handles)} allocations with {num_fds} file descriptors, and {num_come} have come")
         for held in rows:
             self._check_chunks(held)
-        opening = _Opening(rows, handles)
+        opening = _Opening(rows, handles, parse_texts(request))
         if lane is None:
             self._register_engine(session, request, opening)
         else:
@@ -200,9 +200,10 @@ class _Opening:
 
     rows: tuple[RowMemory, ...]
     handles: tuple[MemoryHandle, ...]
+    texts: tuple[str, ...]
 
     def registration(self, bases: tuple[int, ...], lane: Lane | Orders, fence: object | None) -> Registration:
-        return Registration(self.rows, self.handles, bases, lane, fence)
+        return Registration(self.rows, self.handles, bases, lane, fence, self.texts)
 
 
 def _check_is_new(session: Session) -> None:

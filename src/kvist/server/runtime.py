@@ -5,7 +5,7 @@ The law: nothing here decides anything. A simulation puts its own in the place o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,5 +36,7 @@ class Runtime:
     """By the name that a memory handle gives."""
     watch: Callable[[int], SupportsWatch]
     """Watch a process, by its id, or raise ``LayoutRefused``."""
+    rates: Mapping[str, float]
+    """What was measured at the start, bytes per second, for people."""
     pool_fd: int | None
     """What engines that copy for themselves are given; None if no engine may see the pool."""

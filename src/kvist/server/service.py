@@ -15,10 +15,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvist import __version__
 from kvist.errors import Draining, InvalidBlocks, LayoutRefused, Malformed, NotRegistered, Overloaded, Refused
 from kvist.index.chunk_index import Chunk, ChunkIndex
 from kvist.index.eviction import EvictionPolicy
@@ -27,11 +29,12 @@ from kvist.index.prefixes import add_tail, find_prefix
 from kvist.model.layout import GroupKind
 from kvist.model.rows import Row, RowMemory
 from kvist.model.transfer import CHECKSUM_NBYTES, Direction
+from kvist.server.inspecting import describe_session, describe_tier, locate
+from kvist.server.measuring import Histogram
 from kvist.server.parsing import parse_blocks, parse_chunk_s, parse_digests, parse_needs, parse_tail, parse_tails
 from kvist.server.registering import Registrar
 from kvist.server.runtime import Runtime
 from kvist.server.sessions import Peer, Registration, Send, Session, num_registered
-from kvist.storage.base import TierStats
 from kvist.storage.slots import SlotAllocator
 from kvist.tiering.controller import TierController, TiersBehind
 from kvist.tiering.promoting import Wanted
@@ -42,6 +45,9 @@ from kvist.wire import messages as wire
 from kvist.wire.codec import KEPT_FDS_MAX
 
 logger = logging.getLogger(__name__)
+
+_LOOK_KEYS_MAX: Final = 1 << 16
+"""Most keys that somebody who only looks may ask for: all of them are looked at, on the loop."""
 
 
 class CacheService:
@@ -73,6 +79,8 @@ class CacheService:
         self._sessions: dict[SessionId, Session] = {}
         self._session_ids = itertools.count(1)
         self._counters: Counter[str] = Counter()
+        self._durations = {name: Histogram() for name in ("lookup", "load", "store")}
+        self._began_at = runtime.clock()
         self.is_draining = False
         self._drained: asyncio.Event | None = None
 
@@ -80,7 +88,7 @@ class CacheService:
 
     def open_session(self, peer: Peer, hello: wire.Hello, send: Send) -> Session:
         """Begin a session; the caller has checked the peer and the protocol."""
-        session = Session(SessionId(next(self._session_ids)), peer, hello.engine_id, hello.name, send)
+        session = Session(SessionId(next(self._session_ids)), peer, hello, send, self._runtime.clock())
         self._sessions[session.id] = session
         logger.info("session opened session=%d pid=%d name=%s", session.id, peer.pid, hello.name)
         return session
@@ -187,10 +195,20 @@ class CacheService:
             case wire.Descriptors() | wire.Register():
                 self._check_takes_work()
                 return self._take_memory(session, request, fds)
-            case wire.Status():
-                return self.status(request.id)
+            case wire.Status() | wire.Describe() | wire.Find():
+                return self._look(request)
             case wire.Hello():
                 raise Malformed(f"session {session.id} has said hello before")
+
+    def _look(self, request: wire.Status | wire.Describe | wire.Find) -> wire.Reply:
+        if isinstance(request, wire.Status):
+            return self.status(request.id)
+        if isinstance(request, wire.Describe):
+            now = self._runtime.clock()
+            return wire.Description(request.id, [describe_session(one, now) for one in self._sessions.values()])
+        digests = parse_digests(request.digests)
+        needs = parse_needs(request.needs, len(digests), keys_max=_LOOK_KEYS_MAX)
+        return locate(request.id, digests, needs, self._index, self._tiers)
 
     def _take_memory(
         self, session: Session, request: wire.Descriptors | wire.Register, fds: Sequence[int]
@@ -202,32 +220,47 @@ class CacheService:
 
     def _lookup(self, session: Session, request: wire.Lookup) -> wire.LookupReply:
         self._check_takes_work()
+        began_at = self._runtime.clock()
         digests = parse_digests(request.digests)
-        needs = parse_needs(request, len(digests))
+        needs = parse_needs(request.needs, len(digests))
         tails = parse_tails(request, needs)
         chunk_s = parse_chunk_s(request)
         num_chunks, rows = find_prefix(self._index, digests, needs)
         tail = add_tail(self._index, rows, tails) if num_chunks == len(digests) else 0
-        self._counters["lookups"] += 1
-        self._counters["chunks_asked"] += len(digests)
-        self._counters["chunks_found"] += num_chunks
         lease_id = b""
         if num_chunks or tail:
             for held in rows.values():
                 self._index.touch(held.chunks)
-            now = self._runtime.clock()
-            lease_id = self._leases.grant(rows, session=session.id, engine_id=session.engine_id, now=now).id
+            lease_id = self._leases.grant(
+                rows, session=session.id, engine_id=session.engine_id, now=began_at, chunk_s=chunk_s
+            ).id
         loading = self._tiers.look_up(
             Wanted(digests, needs, tails, chunk_s),
             [held.chunks for held in rows.values()] if lease_id else [],
             num_found=num_chunks, tail_found=tail,
         )  # fmt: skip
-        self._counters["chunks_loading"] += loading.num_chunks
-        self._counters["chunks_missed"] += len(digests) - num_chunks - loading.num_chunks
+        self._count_asked(session, request, (num_chunks, loading.num_chunks, len(digests)))
         loading_ms = math.ceil(loading.seconds * 1e3)
         is_told = request.wants_places and self._runtime.pool_fd is not None
         places = _places(rows) if is_told else ()
+        self._durations["lookup"].observe(self._runtime.clock() - began_at)
         return wire.LookupReply(request.id, num_chunks, lease_id, tail, loading.num_chunks, loading_ms, places)
+
+    def _count_asked(self, session: Session, request: wire.Lookup, counts: tuple[int, int, int]) -> None:
+        """Count a lookup by what it found, what is on its way, and what it asked for."""
+        if request.is_repeat:
+            self._counters["lookups_repeated"] += 1
+            return
+        num_found, num_loading, num_asked = counts
+        self._counters["lookups"] += 1
+        session.counters["lookups"] += 1
+        for name, num_chunks in (
+            ("asked", num_asked), ("found", num_found), ("loading", num_loading),
+            ("missed", num_asked - num_found - num_loading),
+        ):  # fmt: skip
+            self._counters[f"chunks_{name}"] += num_chunks
+            self._counters[f"tokens_{name}"] += num_chunks * session.chunk_tokens
+            session.counters[f"chunks_{name}"] += num_chunks
 
     def _retrieve(self, session: Session, request: wire.Retrieve) -> None:
         self._check_takes_work()
@@ -251,13 +284,14 @@ class CacheService:
         job = Job(
             plan, registration.bases, positions=range(num_chunks), request_id=request.id, deadline=deadline,
             fence=_fence(registration, is_fenced=request.is_fenced), checksums=[chunk.checksum for chunk in chunks],
-            on_done=lambda job: self._runtime.post(lambda: self._retrieved(session, job, lease, chunks)),
+            on_done=lambda job: self._runtime.post(lambda: self._retrieved(session, job, (lease, held.row), chunks)),
         )  # fmt: skip
         _check_takes_copy(registration, Direction.SCATTER, request.id)
         self._leases.claim(lease, row=held.row)
         self._submit(session, registration, job)
 
-    def _retrieved(self, session: Session, job: Job, lease: Lease, chunks: Sequence[Chunk]) -> None:
+    def _retrieved(self, session: Session, job: Job, claim: tuple[Lease, Row], chunks: Sequence[Chunk]) -> None:
+        lease, row = claim
         self._leases.land(lease)
         for number in job.failed:
             chunk = chunks[number]
@@ -266,9 +300,15 @@ class CacheService:
             self._index.drop(chunk)
             self._tiers.drop([chunk.key])
         failed = sorted({*job.failed, *range(job.num_done, len(chunks))})
-        self._counters["chunks_loaded"] += len(chunks) - len(failed)
-        self._counters[f"chunks_loaded_{job.plan.group.kind.value}"] += len(chunks) - len(failed)
-        self._counters["bytes_loaded"] += (len(chunks) - len(failed)) * job.plan.chunk_nbytes
+        num_loaded = len(chunks) - len(failed)
+        if job.deadline is not None and job.num_done < len(chunks) and self._runtime.clock() > job.deadline:
+            self._counters["deadlines_missed"] += 1
+        self._counters["chunks_loaded"] += num_loaded
+        self._counters[f"chunks_loaded_{job.plan.group.kind.value}"] += num_loaded
+        self._counters["bytes_loaded"] += num_loaded * job.plan.chunk_nbytes
+        session.counters["chunks_loaded"] += num_loaded
+        if row == next(iter(lease.rows)):  # One row stands for all, and its readers share what one would count.
+            self._counters["saved_us"] += int(num_loaded * lease.chunk_s * 1e6 / lease.rows[row].num_readers)
         self._landed(session, job, wire.RetrieveReply(job.request_id, len(chunks), failed))
 
     def _store(self, session: Session, request: wire.Store) -> wire.StoreReply | None:
@@ -313,6 +353,7 @@ class CacheService:
             "copy failed" if num_lost else planned.reason,
         )  # fmt: skip
         self._count_stored(reply, job.plan.chunk_nbytes)
+        session.counters["chunks_stored"] += reply.num_stored
         self._landed(session, job, reply)
 
     def _copy_done(self, session: Session, request: wire.CopyDone) -> None:
@@ -346,7 +387,11 @@ class CacheService:
             num_registered=num_registered(sessions),
             num_copies_in_flight=self.num_copies_in_flight,
             counters={**self._counters, **self._tiers.counters, "chunks_evicted": stats.num_evicted},
-            tiers=[_tier_status(name, tier) for name, tier in self._tiers.stats()],
+            tiers=[describe_tier(name, tier) for name, tier in self._tiers.stats()],
+            version=__version__,
+            uptime_s=self._runtime.clock() - self._began_at,
+            lane_rates=dict(self._runtime.rates),
+            histograms={name: histogram.status() for name, histogram in self._durations.items()},
         )
 
     # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -360,7 +405,9 @@ class CacheService:
 
     def _landed(self, session: Session, job: Job, reply: wire.Reply) -> None:
         kind = "load" if job.plan.direction is Direction.SCATTER else "store"
-        self._counters[f"{kind}_ns"] += int((self._runtime.clock() - job.submitted_at) * 1e9)
+        seconds = self._runtime.clock() - job.submitted_at
+        self._counters[f"{kind}_ns"] += int(seconds * 1e9)
+        self._durations[kind].observe(seconds)
         session.jobs.discard(job)
         session.answer(reply)
         self._close_if_drained(session)
@@ -384,13 +431,6 @@ class CacheService:
     def _check_takes_work(self) -> None:
         if self.is_draining:
             raise Draining(f"the daemon (pid {self._runtime.pid}) is stopping")
-
-
-def _tier_status(name: str, stats: TierStats) -> wire.TierStatus:
-    return wire.TierStatus(
-        name, stats.capacity_nbytes, stats.used_nbytes, stats.num_chunks, stats.read_rate, stats.write_rate,
-        stats.num_queued_reads, stats.num_queued_writes, stats.off_reason, stats.counters,
-    )  # fmt: skip
 
 
 def _registered(session: Session) -> Registration:

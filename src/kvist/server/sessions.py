@@ -7,6 +7,7 @@ landed when the engine says so or when its process has ended.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from kvist.model.rows import RowMemory
 from kvist.server.lanes import Lane
 from kvist.server.orders import Orders
 from kvist.transfer.executor import Job
-from kvist.wire.messages import Reply
+from kvist.wire.messages import Hello, Reply
 
 Send = Callable[[Reply, Sequence[int]], None]
 """Sends a reply, and descriptors that stay the caller's."""
@@ -43,6 +44,8 @@ class Registration:
     """Who copies."""
     fence: object | None = None
     """The engine's event, as the device has opened it."""
+    texts: tuple[str, ...] = ()
+    """The engine's layer groups, for people."""
 
     def row(self, number: int) -> RowMemory:
         """Return the row that a request names.
@@ -66,9 +69,9 @@ class Session:
 
     id: SessionId
     peer: Peer
-    engine_id: str
-    name: str
+    hello: Hello
     send_with_fds: Send
+    connected_at: float
     registration: Registration | None = None
     is_registering: bool = False
     kept_fds: list[int] = field(default_factory=list)
@@ -76,8 +79,20 @@ class Session:
     jobs: set[Job] = field(default_factory=set)
     """Copies that have not landed."""
     num_unanswered: int = 0
+    counters: Counter[str] = field(default_factory=Counter)
+    """What was done for this session, for people."""
     on_closed: Callable[[], None] | None = None
     """Set when the end has begun; called when nothing of the session is left."""
+
+    @property
+    def engine_id(self) -> str:
+        """Equal for all processes of one engine."""
+        return self.hello.engine_id
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk of this engine; 0 if it has not said."""
+        return self.hello.serves.chunk_tokens if self.hello.serves is not None else 0
 
     def send(self, reply: Reply) -> None:
         """Send a reply."""

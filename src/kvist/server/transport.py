@@ -26,7 +26,7 @@ from typing import Final
 
 from kvist import __version__
 from kvist.errors import ConfigError, Malformed, NotPermitted, Overloaded, ProtocolError, Refused, VersionMismatch
-from kvist.server.parsing import close_all
+from kvist.server.parsing import check_hello, close_all
 from kvist.server.service import CacheService
 from kvist.server.sessions import Peer, Session
 from kvist.units import MIB
@@ -288,10 +288,7 @@ class _Connection:
                 f"{wire.PROTOCOL_VERSION}; update the older of the two"
             )
             return self._refuse_and_close(request.id, "version_mismatch", error)
-        if max(len(request.engine_id), len(request.name)) > wire.NAME_CHARS_MAX or not request.engine_id:
-            raise ProtocolError(
-                f"engine_id and name have at most {wire.NAME_CHARS_MAX} characters, engine_id at least 1"
-            )
+        check_hello(request)
         self._session = self._transport.service.open_session(self._peer, request, self.send)
         return self.send(
             wire.Welcome(

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import resource
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from kvist.errors import ConfigError
 from kvist.units import MIB, align_up, format_nbytes
 
 _STEP_NBYTES: Final = 64 * MIB
+_MEASURED_NBYTES: Final = 64 * MIB
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
@@ -88,6 +90,16 @@ def open_pool(nbytes: int, *, num_threads: int, on_progress: Callable[[int], Non
         os.close(fd)
         raise ConfigError(f"a pool of {format_nbytes(nbytes)} cannot be populated: {error}") from error
     return Pool(fd, address, nbytes, memoryview(mapping), mapping)
+
+
+def measure_memcpy(pool: Pool) -> float:
+    """Return how fast one thread copies inside a pool that nobody uses yet, in bytes per second."""
+    nbytes = min(_MEASURED_NBYTES, pool.nbytes // 2)
+    bytes_of = np.frombuffer(pool.view, dtype=np.uint8)
+    source, target = bytes_of[:nbytes], bytes_of[nbytes : 2 * nbytes]
+    began_at = time.perf_counter()
+    np.copyto(target, source)
+    return nbytes / (time.perf_counter() - began_at)
 
 
 def _populate(address: int, nbytes: int, num_threads: int, on_progress: Callable[[int], None]) -> None:

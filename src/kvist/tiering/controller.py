@@ -97,6 +97,15 @@ class TierController:
         if self._tiers:
             self._demote([chunk for chunk in chunks if chunk.state is ChunkState.SEALED])
 
+    def locate(self, keys: Sequence[ChunkKey]) -> list[int | None]:
+        """Return the number of the fastest tier that holds each chunk, None where none does. Changes nothing."""
+        places: list[int | None] = [None] * len(keys)
+        for number, tier in enumerate(self._tiers):
+            for place, slot_nbytes in enumerate(tier.find(keys)):
+                if slot_nbytes is not None and places[place] is None:
+                    places[place] = number
+        return places
+
     def drop(self, keys: Sequence[ChunkKey]) -> None:
         """Forget chunks whose bytes have proved wrong, in every tier."""
         for tier in self._tiers:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+
+import msgspec
 
 from kvist.model.coverage import Need
 from kvist.model.handles import MemoryHandle
+from kvist.model.keys import Namespace
 from kvist.model.rows import RowMemory
-from kvist.wire.messages import GroupSpec, MemorySpec, NeedSpec, PlaneSpec
+from kvist.wire.specs import GroupSpec, MemorySpec, NamespaceSpec, NeedSpec, PlaneSpec
 
 
 def describe_row(held: RowMemory) -> GroupSpec:
@@ -28,6 +32,20 @@ def describe_row(held: RowMemory) -> GroupSpec:
 def describe_needs(needs: Sequence[Need]) -> tuple[NeedSpec, ...]:
     """Return what layer groups need, by their numbers, as it travels."""
     return tuple(NeedSpec(need.kind.value, need.span, need.num_shards, need.num_readers) for need in needs)
+
+
+def describe_namespace(namespace: Namespace) -> NamespaceSpec:
+    """Return what an engine's keys begin with as it travels."""
+    return NamespaceSpec(**{field.name: getattr(namespace, field.name) for field in fields(Namespace)})
+
+
+def parse_namespace(spec: NamespaceSpec) -> Namespace:
+    """Return what has travelled.
+
+    Raises:
+        KeyInvalid: a field cannot be part of a key.
+    """
+    return Namespace(**msgspec.structs.asdict(spec))
 
 
 def describe_memory(handles: Sequence[MemoryHandle]) -> list[MemorySpec]:

@@ -14,11 +14,28 @@ import msgspec
 
 from kvist.model.transfer import BLOCKS_MAX as BLOCKS_MAX
 from kvist.model.transfer import CHUNKS_MAX as CHUNKS_MAX
+from kvist.wire.inspection import Describe as Describe
+from kvist.wire.inspection import Description as Description
+from kvist.wire.inspection import Find as Find
+from kvist.wire.inspection import Found as Found
+from kvist.wire.inspection import FoundRow as FoundRow
+from kvist.wire.inspection import HistogramStatus as HistogramStatus
+from kvist.wire.inspection import SessionRow as SessionRow
+from kvist.wire.inspection import SessionStatus as SessionStatus
+from kvist.wire.inspection import Status as Status
+from kvist.wire.inspection import StatusReply as StatusReply
+from kvist.wire.inspection import TierStatus as TierStatus
+from kvist.wire.specs import GroupSpec as GroupSpec
+from kvist.wire.specs import MemorySpec as MemorySpec
+from kvist.wire.specs import NamespaceSpec as NamespaceSpec
+from kvist.wire.specs import NeedSpec as NeedSpec
+from kvist.wire.specs import PlaneSpec as PlaneSpec
 
 PROTOCOL_VERSION: Final = 1
 MAGIC: Final = "kvist"
 PLANES_MAX: Final = 1 << 14
 NAME_CHARS_MAX: Final = 256
+TEXT_CHARS_MAX: Final = 512
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -31,46 +48,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Equal for all processes of one engine: leases belong to it."""
     name: str = ""
     """For people: what this process is."""
-
-
-class PlaneSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """``model.layout.LayerPlane`` on the wire."""
-
-    memory: int
-    offset: int
-    num_blocks: int
-    block_stride: int
-    row_nbytes: int
-    num_kv: int = 1
-    kv_stride: int = 0
-    num_tokens: int = 1
-    token_stride: int = 0
-    num_heads: int = 1
-    head_stride: int = 0
-
-
-class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A row that a worker holds, ``model.rows.RowMemory``, on the wire."""
-
-    kind: str
-    block_tokens: int
-    planes: list[PlaneSpec]
-    null_block: int | None = None
-    window: int | None = None
-    """Tokens, for kinds that have a window."""
-    group: int = 0
-    """Number of the layer group, which all workers of all engines that share chunks give it."""
-    shard: int = 0
-
-
-class MemorySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``model.handles.MemoryHandle`` on the wire; each owns the next ``num_fds`` file descriptors of its session."""
-
-    kind: str
-    nbytes: int
-    device: str = ""
-    payload: bytes = b""
-    part_nbytes: list[int] = []
+    serves: NamespaceSpec | None = None
+    """What the keys of this engine begin with, without adapter and salt."""
+    needs: tuple[NeedSpec, ...] = ()
+    """Of each of its layer groups, by number."""
+    facts: dict[str, str] = {}
+    """What else people and their tools may want to know of it, at most 4,096 characters."""
 
 
 class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_fields=True):
@@ -83,23 +66,14 @@ class Register(msgspec.Struct, frozen=True, tag="register", forbid_unknown_field
     """The worker's rows; requests name them by their place here."""
     fence: bytes = b""
     """A GPU event of the engine, as CUDA exports it: copies of requests that say ``is_fenced`` wait for it."""
+    texts: list[str] = []
+    """Its layer groups, for people, at most ``TEXT_CHARS_MAX`` characters each."""
 
 
 class Descriptors(msgspec.Struct, frozen=True, tag="descriptors"):
     """Hand over descriptors that have no room in the frame of the registration to come; they go before its own."""
 
     id: int
-
-
-class NeedSpec(msgspec.Struct, frozen=True):
-    """``model.coverage.Need`` on the wire."""
-
-    kind: str
-    span: int | None = None
-    """Chunks, for kinds that have a window."""
-    num_shards: int = 1
-    num_readers: int = 1
-    """Workers that will read each row: more than one where KV is replicated."""
 
 
 class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
@@ -115,6 +89,8 @@ class Lookup(msgspec.Struct, frozen=True, tag="lookup"):
     """What computing one chunk takes the engine: what takes longer to read from a tier is not read; 0 if not known."""
     wants_places: bool = False
     """Say where the chunks lie, for workers that copy for themselves and may so begin ahead of the order."""
+    is_repeat: bool = False
+    """The same request has asked before: counters leave this lookup out."""
 
 
 class Retrieve(msgspec.Struct, frozen=True, tag="retrieve"):
@@ -181,13 +157,9 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     id: int
 
 
-class Status(msgspec.Struct, frozen=True, tag="status"):
-    """Ask for the daemon's counters."""
-
-    id: int
-
-
-Request = Hello | Register | Descriptors | Lookup | Retrieve | Store | CopyDone | Release | Ping | Status
+Request = (
+    Hello | Register | Descriptors | Lookup | Retrieve | Store | CopyDone | Release | Ping | Status | Describe | Find
+)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -310,44 +282,6 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     id: int
 
 
-class TierStatus(msgspec.Struct, frozen=True):
-    """``storage.base.TierStats`` on the wire."""
-
-    name: str
-    capacity_nbytes: int
-    used_nbytes: int
-    num_chunks: int
-    read_rate: float
-    """Bytes per second, measured; 0 as long as nothing was read."""
-    write_rate: float
-    num_queued_reads: int
-    num_queued_writes: int
-    off_reason: str = ""
-    """Why the tier is off; empty while it serves."""
-    counters: dict[str, int] = {}
-
-
-class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
-    """Counters and gauges of one instant. Bytes and counts."""
-
-    id: int
-    pid: int
-    boot_id: str
-    is_draining: bool
-    pool_nbytes: int
-    pool_used_nbytes: int
-    num_sealed: int
-    num_reserved: int
-    num_pinned: int
-    num_leases: int
-    num_sessions: int
-    num_registered: int
-    num_copies_in_flight: int
-    counters: dict[str, int] = {}
-    tiers: list[TierStatus] = []
-    """Behind the pool, the fastest first."""
-
-
 class Error(msgspec.Struct, frozen=True, tag="error"):
     """The request was not carried out. ``id`` is 0 if the request's own could not be read."""
 
@@ -367,5 +301,7 @@ Reply = (
     | Released
     | Pong
     | StatusReply
+    | Description
+    | Found
     | Error
 )

@@ -95,6 +95,7 @@ def test_a_lookup_is_these_bytes():
     ]
     for message, needs in ((A_LOOKUP, [one]), (A_LOOKUP_OF_TWO, two)):
         fields = {"digests": b"d" * 32, "needs": needs, "tails": b"", "chunk_us": 0, "wants_places": False}
+        fields["is_repeat"] = False
         body = msgspec.msgpack.encode({"type": "lookup", "id": 7, **fields})
         assert encode(message) == b"kv" + struct.pack("<HI", 0, len(body)) + body
 
@@ -119,7 +120,7 @@ def test_a_registration_is_these_bytes():
             "kind": "window", "block_tokens": 16, "planes": [[0, 0, 4, 64, 16, 1, 0, 1, 0, 1, 0]], "null_block": 0,
             "window": 32, "group": 1, "shard": 2,
         }],
-        "fence": b"",
+        "fence": b"", "texts": [],
     }  # fmt: skip
     assert encode(message)[8:] == msgspec.msgpack.encode(fields)
 

@@ -22,13 +22,13 @@ from kvist.adapters.vllm.groups import EngineFacts, EngineGroup, choose_chunk_to
 from kvist.adapters.vllm.handover import HandedOver, keep_memory, share_memory
 from kvist.adapters.vllm.layout import WorkerMemory
 from kvist.adapters.vllm.metadata import KvistMetadata, KvistWorkerMetadata, StoreJob
-from kvist.adapters.vllm.namespace import describe_namespace
+from kvist.adapters.vllm.namespace import describe_engine, describe_namespace
 from kvist.adapters.vllm.options import Options, parse_options
 from kvist.adapters.vllm.scheduler import SchedulerSide
 from kvist.adapters.vllm.shards import Cut, choose_shardings
 from kvist.adapters.vllm.sharing import share_storages
 from kvist.adapters.vllm.worker import Results, WorkerSide
-from kvist.client.client import Client
+from kvist.client.client import About, Client
 from kvist.client.lane import EngineLane
 from kvist.errors import (
     ConfigError,
@@ -41,6 +41,7 @@ from kvist.errors import (
     Unreachable,
 )
 from kvist.model.handles import HOST, MemoryHandle
+from kvist.model.keys import Namespace
 from kvist.model.layout import GroupKind
 from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
@@ -100,6 +101,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._options = Options()
         self._cut: Cut | None = None
         """What both sides have worked out alike; None if that could not be done."""
+        self._about = About()
         self._start(role)
 
     @guarded(None)
@@ -120,8 +122,12 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._worker = WorkerSide(
                     deadline_s=self._options.deadline_s, governor=Governor(self._options.decode_slowdown_max)
                 )
+            namespace = describe_namespace(
+                self._config, self._cache_config, self._cut, version=self._options.weights_version
+            )
+            self._about = describe_engine(self._config, namespace, self._cut)
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler = self._make_scheduler(self._cut)
+                self._scheduler = self._make_scheduler(self._cut, namespace)
         except (ConfigError, KeyInvalid, LayoutError) as error:
             self._disable(str(error))
             return
@@ -141,8 +147,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         return Cut(groups, shardings, chunk_tokens, is_opaque)
 
-    def _make_scheduler(self, cut: Cut) -> SchedulerSide:
-        namespace = describe_namespace(self._config, self._cache_config, cut, version=self._options.weights_version)
+    def _make_scheduler(self, cut: Cut, namespace: Namespace) -> SchedulerSide:
         facts = EngineFacts(
             groups=cut.groups,
             needs=cut.needs,
@@ -159,8 +164,8 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _client(self, side: str, registrar: Any = None) -> Client:
         engine_id = str(self._config.kv_transfer_config.engine_id)
         return Client(
-            self._options.socket_path, engine_id=engine_id, name=f"vllm {side}", deadline_s=self._options.deadline_s,
-            registrar=registrar,
+            self._options.socket_path, engine_id=engine_id, name=f"vllm {side}", about=self._about,
+            deadline_s=self._options.deadline_s, registrar=registrar,
         )  # fmt: skip
 
     def _disable(self, reason: str) -> None:
@@ -205,7 +210,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         memory = self._hand_over(found, is_copied_by_daemon=is_copied_by_daemon)
 
         def registrar(request_id: int) -> tuple[wire.Register, tuple[int, ...]]:
-            return memory.registration(request_id, chunk_tokens=cut.chunk_tokens), memory.fds
+            return memory.registration(request_id, chunk_tokens=cut.chunk_tokens, texts=found.texts), memory.fds
 
         client = self._client(f"worker {self._config.parallel_config.rank}", registrar)
         requests = memory.requests(client, worker.governor)

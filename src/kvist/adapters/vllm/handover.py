@@ -45,11 +45,12 @@ class HandedOver:
             StreamFences(current_stream), governor,
         )  # fmt: skip
 
-    def registration(self, request_id: int, *, chunk_tokens: int) -> wire.Register:
-        """Describe the memory to the daemon; ``fds`` travel beside it."""
+    def registration(self, request_id: int, *, chunk_tokens: int, texts: Sequence[str]) -> wire.Register:
+        """Describe the memory to the daemon; ``fds`` travel beside it. ``texts`` are for people."""
         fence = self.fence.handle if self.fence is not None else b""
         rows = [describe_row(held) for held in self.rows]
-        return wire.Register(request_id, chunk_tokens, describe_memory(self.handles), rows, fence)
+        short = [text[: wire.TEXT_CHARS_MAX] for text in texts]
+        return wire.Register(request_id, chunk_tokens, describe_memory(self.handles), rows, fence, short)
 
 
 def keep_memory(rows: Sequence[RowMemory], storages: Sequence[Any]) -> HandedOver:

@@ -20,7 +20,9 @@ from vllm.platforms import current_platform
 from kvist.adapters.vllm.formats import layout_name, row_format
 from kvist.adapters.vllm.groups import EngineGroup, specs_of
 from kvist.adapters.vllm.shards import Cut, Sharding
+from kvist.client.client import About
 from kvist.model.keys import Namespace
+from kvist.wire import describing
 
 _NO_WEIGHTS: Final = {".log", ".md", ".txt", ".lock", ".pyc"}
 """Suffixes of files that say nothing of weights."""
@@ -59,6 +61,19 @@ def describe_namespace(vllm_config: Any, kv_cache_config: Any, cut: Cut, *, vers
         chunk_tokens=cut.chunk_tokens,
         weights=_fingerprint(weights),
     )
+
+
+def describe_engine(vllm_config: Any, namespace: Namespace, cut: Cut) -> About:
+    """Say what an engine serves, for people and their tools."""
+    transfer = vllm_config.kv_transfer_config
+    facts = {
+        "engine": f"vllm {vllm.__version__}",
+        "block_tokens": ",".join(str(group.block_tokens) for group in cut.groups),
+        "prefix_caching": "on" if vllm_config.cache_config.enable_prefix_caching else "off",
+        "kv_load_failure_policy": str(getattr(transfer, "kv_load_failure_policy", "fail")),
+        "world_size": str(vllm_config.parallel_config.world_size),
+    }
+    return About(describing.describe_namespace(namespace), describing.describe_needs(cut.needs), facts)
 
 
 def _describe_group(

@@ -309,10 +309,11 @@ class SchedulerSide:
             end = num_chunks * self._chunk_tokens + num_tails * self._tail_block_tokens
             tails = tracked.tails(end, self._tail_block_tokens) if num_tails else b""
             chunk_us = int(self._pace.seconds(self._chunk_tokens) * 1e6)
-            wants_places = self._engine.is_copied_by_worker
+            marks = (self._engine.is_copied_by_worker, tracked.was_asked)
             pending = self._client.submit(
-                lambda number: wire.Lookup(number, digests, self._needs, tails, chunk_us, wants_places)
+                lambda number: wire.Lookup(number, digests, self._needs, tails, chunk_us, *marks)
             )
+            tracked.was_asked |= not pending.is_lost
             tracked.lookup = Lookup((num_chunks, num_tails), pending)
         self._let_go(tracked, before)  # Behind the new question: what both find is held all the time.
 

@@ -67,6 +67,8 @@ class Tracked:
     digests: bytearray = field(default_factory=bytearray)
     """Of all chunks that are whole so far, packed."""
     lookup: Lookup | None = None
+    was_asked: bool = False
+    """The daemon was asked for it: it counts the first time."""
     give_up_at: float | None = None
     """Until when it waits for what tiers are reading; None if it has not begun to."""
     prefill: Prefill | None = None
