@@ -3,6 +3,7 @@
 * KvistError
   + ConfigError             the operator gave us something that we cannot run with
   + LayoutError             a KV layout does not describe real, disjoint memory, or is of a kind not served
+    - FenceError            an event of another process cannot be opened
   + DeviceError             an accelerator, or the software that reaches it, fails or is missing
   + KeyInvalid              something cannot be part of a key: too long, out of range
   + ProtocolError           a peer broke the wire contract; its connection is closed
@@ -13,6 +14,7 @@
     - NotRegistered         the session has not registered its KV memory
     - AlreadyRegistered     the session has registered it already
     - LayoutRefused         the registered layout is not served; the text says why
+    - FenceRefused          the engine's event cannot be opened by the daemon; the engine waits for it itself
     - PoolKept              no engine gets the daemon's pool; the daemon copies for it instead
     - InvalidBlocks         block ids out of range, duplicate, too few, or the null block
     - UnknownLease          the lease expired, was released, or never existed
@@ -42,6 +44,10 @@ class ConfigError(KvistError):
 
 class LayoutError(KvistError):
     """A KV layout is inconsistent with the memory that it claims to describe."""
+
+
+class FenceError(LayoutError):
+    """An event of another process cannot be opened here."""
 
 
 class DeviceError(KvistError):
@@ -94,6 +100,12 @@ class LayoutRefused(Refused):
     """The layout does not fit its memory, or is of a kind that is not served."""
 
     code = "layout_refused"
+
+
+class FenceRefused(Refused):
+    """The daemon cannot open the engine's event: the engine waits for its own work before it asks."""
+
+    code = "fence_refused"
 
 
 class PoolKept(Refused):
@@ -149,8 +161,8 @@ class DeadlineExceeded(Unreachable):
 REFUSALS: dict[str, type[Refused]] = {
     kind.code: kind
     for kind in (
-        Refused, Malformed, NotPermitted, NotRegistered, AlreadyRegistered, LayoutRefused, PoolKept, InvalidBlocks,
-        UnknownLease, ForeignLease, LeaseClaimed, Overloaded, Draining,
+        Refused, Malformed, NotPermitted, NotRegistered, AlreadyRegistered, LayoutRefused, FenceRefused, PoolKept,
+        InvalidBlocks, UnknownLease, ForeignLease, LeaseClaimed, Overloaded, Draining,
     )
 }  # fmt: skip
 

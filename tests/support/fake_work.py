@@ -79,6 +79,11 @@ class Work(Calls):
             self.scheduler.finish(record)
 
     @entry()
+    def cuEventQuery(self, event: Handle) -> None:
+        record = find(self.context.events, event).record
+        check(record is None or record.is_done, CUresult.CUDA_ERROR_NOT_READY)
+
+    @entry()
     def cuEventDestroy(self, event: Handle) -> None:
         find(self.context.events, event)
         del self.context.events[int(event)]

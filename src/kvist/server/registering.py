@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvist.errors import AlreadyRegistered, LayoutError, LayoutRefused, Malformed, PoolKept
+from kvist.errors import AlreadyRegistered, FenceError, FenceRefused, LayoutError, LayoutRefused, Malformed, PoolKept
 from kvist.model.handles import ENGINE, MemoryHandle
 from kvist.model.rows import RowMemory
 from kvist.server.lanes import Lane
@@ -163,7 +163,7 @@ class Registrar:
         def on_device_thread() -> None:
             bases: list[int] = []
             fence: object | None = None
-            refusal: LayoutRefused | None = None
+            refusal: LayoutRefused | FenceRefused | None = None
             try:
                 left = iter(own_fds)
                 for handle in opening.handles:
@@ -173,7 +173,7 @@ class Registrar:
                     lane.device.prepare(held.group, held.blocks_per_chunk, bases)
                 fence = lane.device.open_fence(request.fence) if request.fence else None
             except LayoutError as error:
-                refusal = LayoutRefused(str(error))
+                refusal = (FenceRefused if isinstance(error, FenceError) else LayoutRefused)(str(error))
                 for handle, base in zip(opening.handles, bases, strict=False):
                     lane.device.close_memory(base, handle.nbytes)
             finally:
@@ -183,7 +183,7 @@ class Registrar:
 
         lane.loads.call(on_device_thread)
 
-    def _opened(self, session: Session, request_id: int, found: Registration | LayoutRefused) -> None:
+    def _opened(self, session: Session, request_id: int, found: Registration | LayoutRefused | FenceRefused) -> None:
         session.is_registering = False
         if isinstance(found, Registration):
             session.registration = found

@@ -6,7 +6,7 @@ import pytest
 
 from kvist.device.cuda import driver, pipe
 from kvist.device.cuda.fences import SharedFence, StreamFences
-from kvist.errors import DeviceError, LayoutError
+from kvist.errors import DeviceError, FenceError
 from kvist.model.transfer import Direction
 from tests.contract.test_device import Case, opened
 from tests.support.fake_engine import FakeEngine, FakeRig, fake_rig
@@ -155,14 +155,39 @@ class _Placed:
         self.laid, self.bases = laid, bases
 
 
+def test_a_process_can_look_at_its_own_events():
+    """A fence is done when all that was given to its stream before it is, and no sooner."""
+    with fake_rig(liveliness=0) as rig, rig.machine.running(rig.engine.process):
+        stream = rig.engine.new_stream()
+        fences = StreamFences(lambda: int(stream))
+        done: list[int] = []
+        rig.engine.process.enqueue(stream, lambda: done.append(1))
+        fence = fences.record()
+        assert (fences.is_done(fence), done) == (False, [])
+        rig.engine.call("cuStreamSynchronize", stream)
+        assert (fences.is_done(fence), done) == (True, [1])
+        rig.engine.call("cuEventDestroy", fence)
+        with pytest.raises(DeviceError, match="cuEventQuery returned 400"):
+            fences.is_done(fence)
+
+
+def test_an_event_that_cannot_be_shared_is_told():
+    """Where CUDA makes no event for other processes, that is an error of its own kind."""
+    with fake_rig() as rig, rig.machine.running(rig.engine.process):
+        stream = rig.engine.new_stream()
+        rig.engine.process.fail_call(0)
+        with pytest.raises(FenceError, match="cannot be shared: cuEventCreate returned 999"):
+            SharedFence(lambda: int(stream))
+
+
 def test_an_event_that_cannot_be_opened_is_refused():
     """A handle of another length, of nothing, or of memory, is refused with what was seen, and opens no GPU."""
     with fake_rig() as rig:
         peer = rig.allocate(4096)
-        with pytest.raises(LayoutError, match="an event handle of 63 bytes; CUDA's has 64"):
+        with pytest.raises(FenceError, match="an event handle of 63 bytes; CUDA's has 64"):
             rig.device.open_fence(bytes(63))
         for payload in (bytes(64), peer.handle.payload):
-            with pytest.raises(LayoutError, match="event cannot be opened: cuIpcOpenEventHandle returned 1: CUDA_"):
+            with pytest.raises(FenceError, match="event cannot be opened: cuIpcOpenEventHandle returned 1: CUDA_"):
                 rig.device.open_fence(payload)
         assert rig.machine.daemon.left() == rig.machine.daemon.lost == []
 

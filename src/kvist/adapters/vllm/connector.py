@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvist.adapters.vllm import layout
 from kvist.adapters.vllm.groups import EngineFacts, EngineGroup, choose_chunk_tokens, engine_groups
-from kvist.adapters.vllm.handover import HandedOver, keep_memory, share_memory
+from kvist.adapters.vllm.handover import HandedOver, Way, keep_memory, share_memory
 from kvist.adapters.vllm.layout import WorkerMemory
 from kvist.adapters.vllm.metadata import KvistMetadata, KvistWorkerMetadata, StoreJob
 from kvist.adapters.vllm.namespace import describe_engine, describe_namespace
@@ -33,6 +33,8 @@ from kvist.client.lane import EngineLane
 from kvist.errors import (
     ConfigError,
     DeviceError,
+    FenceError,
+    FenceRefused,
     KeyInvalid,
     LayoutError,
     PoolKept,
@@ -188,18 +190,31 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         try:
             found = layout.describe_memory(self._config, kv_caches, self._cache_config, cut)
+            if self._is_copied_by_daemon:
+                self._hand_to_daemon(found, cut, self._worker)
+                return
             try:
-                self._register(found, cut, self._worker, is_copied_by_daemon=self._is_copied_by_daemon)
+                self._register(found, cut, self._worker, Way.ENGINE)
             except PoolKept as error:
                 if self._options.lane:
                     raise
                 logger.info("kvist: %s: the daemon copies", error)
                 self._worker.close()
-                self._register(found, cut, self._worker, is_copied_by_daemon=True)
+                self._hand_to_daemon(found, cut, self._worker)
         except (Refused, LayoutError, DeviceError) as error:
             self._disable(str(error))
 
-    def _register(self, found: WorkerMemory, cut: Cut, worker: WorkerSide, *, is_copied_by_daemon: bool) -> None:
+    def _hand_to_daemon(self, found: WorkerMemory, cut: Cut, worker: WorkerSide) -> None:
+        try:
+            self._register(found, cut, worker, Way.DAEMON)
+        except (FenceError, FenceRefused) as error:
+            logger.warning(
+                "kvist: %s: this worker waits for its own work before it asks (share the IPC namespace)", error
+            )
+            worker.close()
+            self._register(found, cut, worker, Way.DAEMON_WITHOUT_EVENTS)
+
+    def _register(self, found: WorkerMemory, cut: Cut, worker: WorkerSide, way: Way) -> None:
         """Hand the memory over to whoever copies, and say so.
 
         Raises:
@@ -207,7 +222,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             LayoutError: it cannot be handed over, or copied.
             DeviceError: the device cannot be used.
         """
-        memory = self._hand_over(found, is_copied_by_daemon=is_copied_by_daemon)
+        memory = self._hand_over(found, way)
 
         def registrar(request_id: int) -> tuple[wire.Register, tuple[int, ...]]:
             return memory.registration(request_id, chunk_tokens=cut.chunk_tokens, texts=found.texts), memory.fds
@@ -233,13 +248,15 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _is_copied_by_daemon(self) -> bool:
         return layout.device_type(self._config) != "cuda" or self._options.lane == "daemon"
 
-    def _hand_over(self, found: WorkerMemory, *, is_copied_by_daemon: bool) -> HandedOver:
+    def _hand_over(self, found: WorkerMemory, way: Way) -> HandedOver:
         """Make a worker's memory reachable for whoever copies."""
         rows, storages = found.rows, found.storages
         if layout.device_type(self._config) != "cuda":
             handles = tuple(MemoryHandle(HOST, storage.nbytes()) for storage in storages)
             return HandedOver(rows, handles, fds=tuple(share_storages(storages)))
-        return share_memory(rows, storages) if is_copied_by_daemon else keep_memory(rows, storages)
+        if way is Way.ENGINE:
+            return keep_memory(rows, storages)
+        return share_memory(rows, storages, waits_itself=way is Way.DAEMON_WITHOUT_EVENTS)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)

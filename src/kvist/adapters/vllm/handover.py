@@ -5,6 +5,7 @@ The law: block ids mean the same to whoever copies; what differs between the lan
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from kvist.client.client import Client
 from kvist.client.lane import EngineLane
 from kvist.client.pool import LaneMemory
+from kvist.client.waiting import WaitingClient
 from kvist.device.cuda.device import CudaDevice, PoolFile
 from kvist.device.cuda.export import device_of, export_memory
 from kvist.device.cuda.fences import SharedFence, StreamFences
@@ -22,6 +24,14 @@ from kvist.model.rows import RowMemory
 from kvist.transfer.governor import Governor
 from kvist.wire import messages as wire
 from kvist.wire.describing import describe_memory, describe_row
+
+
+class Way(enum.Enum):
+    """Who copies on a GPU, and who waits for the engine's work before that."""
+
+    ENGINE = "engine"
+    DAEMON = "daemon"
+    DAEMON_WITHOUT_EVENTS = "daemon, without events"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +44,13 @@ class HandedOver:
     """Addresses in this process, where it copies for itself."""
     fds: tuple[int, ...] = ()
     fence: SharedFence | None = None
+    waits_itself: bool = False
+    """The daemon has no event to wait for: the worker asks when its work so far is done."""
 
-    def requests(self, client: Client, governor: Governor) -> Client | EngineLane:
+    def requests(self, client: Client, governor: Governor) -> Client | WaitingClient | EngineLane:
         """Return where the worker's requests go: to the daemon, or to threads that copy."""
         if not self.bases:
-            return client
+            return WaitingClient(client, StreamFences(current_stream)) if self.waits_itself else client
         device = self.handles[0].device
         return EngineLane(
             client, LaneMemory(self.rows, self.bases), lambda fd, nbytes: CudaDevice(device, PoolFile(fd, nbytes)),
@@ -64,11 +76,14 @@ def keep_memory(rows: Sequence[RowMemory], storages: Sequence[Any]) -> HandedOve
     return HandedOver(tuple(rows), handles, tuple(storage.data_ptr() for storage in storages))
 
 
-def share_memory(rows: Sequence[RowMemory], storages: Sequence[Any]) -> HandedOver:
+def share_memory(rows: Sequence[RowMemory], storages: Sequence[Any], *, waits_itself: bool = False) -> HandedOver:
     """Export memory for the daemon, each allocation once, and find every layer's place in it.
+
+    An event goes with it, unless the worker is to wait itself.
 
     Raises:
         LayoutError: it cannot be exported; says what to change.
+        FenceError: the memory can, and events cannot.
         DeviceError: CUDA fails.
     """
     exported, places = export_memory([(storage.data_ptr(), storage.nbytes()) for storage in storages])
@@ -76,7 +91,8 @@ def share_memory(rows: Sequence[RowMemory], storages: Sequence[Any]) -> HandedOv
         tuple(_move(held, places) for held in rows),
         tuple(one.handle for one in exported),
         fds=tuple(fd for one in exported for fd in one.fds),
-        fence=SharedFence(current_stream),
+        fence=None if waits_itself else SharedFence(current_stream),
+        waits_itself=waits_itself,
     )
 
 

@@ -34,7 +34,7 @@ from kvist.device.cuda.pipe import Pipe, PlacedTiles, Turns, as_checksums, which
 from kvist.device.cuda.tiles import Tiles, chunk_tiles
 from kvist.device.kernels import NAMES, compile_kernels
 from kvist.device.runs import shortest_run
-from kvist.errors import DeviceError, LayoutError
+from kvist.errors import DeviceError, FenceError, LayoutError
 from kvist.model.handles import CUDA_IPC, CUDA_VMM, MemoryHandle
 from kvist.model.layout import LayerGroup
 from kvist.model.transfer import CopyPlan, Direction
@@ -112,7 +112,7 @@ class CudaDevice:
 
     def open_fence(self, payload: bytes) -> object:
         if len(payload) != IPC_HANDLE_NBYTES:
-            raise LayoutError(f"an event handle of {len(payload)} bytes; CUDA's has {IPC_HANDLE_NBYTES}")
+            raise FenceError(f"an event handle of {len(payload)} bytes; CUDA's has {IPC_HANDLE_NBYTES}")
         try:
             self._open_gpu()
             raw = api().CUipcEventHandle()
@@ -120,7 +120,7 @@ class CudaDevice:
             return cast("object", call("cuIpcOpenEventHandle", raw))
         except DeviceError as error:
             self._close_if_unused()
-            raise LayoutError(f"the engine's event cannot be opened: {error}") from error
+            raise FenceError(f"the engine's event cannot be opened: {error}") from error
 
     def close_fence(self, fence: object) -> None:
         """Give it up; failures are logged."""

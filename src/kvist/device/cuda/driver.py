@@ -20,6 +20,7 @@ EVENT_DISABLE_TIMING, EVENT_INTERPROCESS = 2, 4
 STREAM_NON_BLOCKING: Final = 1
 LEGACY_STREAM: Final = 0
 IPC_HANDLE_NBYTES: Final = 64
+_NOT_READY: Final = 600
 
 
 @functools.cache
@@ -52,6 +53,18 @@ def call(name: str, *arguments: Any) -> Any:
     if code:
         raise DeviceError(f"{name} returned {int(code)}: {_explain(code)}")
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def is_event_done(event: object) -> bool:
+    """Return whether all work that an event was recorded behind is done; never waits.
+
+    Raises:
+        DeviceError: that work has failed.
+    """
+    (code,) = api().cuEventQuery(event)
+    if code and int(code) != _NOT_READY:
+        raise DeviceError(f"cuEventQuery returned {int(code)}: {_explain(code)}")
+    return not code
 
 
 def take(stack: ExitStack, release: str, name: str, *arguments: Any) -> Any:

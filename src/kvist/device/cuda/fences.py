@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvist.device.cuda.driver import EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, IPC_HANDLE_NBYTES, call
+from kvist.device.cuda.driver import EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, IPC_HANDLE_NBYTES, call, is_event_done
+from kvist.errors import DeviceError, FenceError
 
 
 class StreamFences:
-    """Events for copies that run in this very process."""
+    """Events for this very process: its copies wait for them, or it looks at them itself."""
 
     def __init__(self, current_stream: Callable[[], int]) -> None:
         """``current_stream`` returns the calling thread's stream; its context must be current."""
@@ -27,6 +28,14 @@ class StreamFences:
         event: object = self._free.popleft() if self._free else call("cuEventCreate", EVENT_DISABLE_TIMING)
         call("cuEventRecord", event, self._current_stream())
         return event
+
+    def is_done(self, fence: object) -> bool:
+        """Return whether everything that a fence stands behind is done.
+
+        Raises:
+            DeviceError: the engine's own work has failed.
+        """
+        return is_event_done(fence)
 
     def give_back(self, fence: object) -> None:
         """Use an event again. May be called from any thread."""
@@ -40,11 +49,14 @@ class SharedFence:
         """Create the event; see ``StreamFences``.
 
         Raises:
-            DeviceError: events cannot be shared here.
+            FenceError: events cannot be shared here.
         """
         self._current_stream = current_stream
-        self._event = call("cuEventCreate", EVENT_DISABLE_TIMING | EVENT_INTERPROCESS)
-        raw = call("cuIpcGetEventHandle", self._event)  # Has the bytes; its pointer is good as long as it lives.
+        try:
+            self._event = call("cuEventCreate", EVENT_DISABLE_TIMING | EVENT_INTERPROCESS)
+            raw = call("cuIpcGetEventHandle", self._event)  # Has the bytes; its pointer is good as long as it lives.
+        except DeviceError as error:
+            raise FenceError(f"the engine's event cannot be shared: {error}") from error
         self.handle = ctypes.string_at(int(raw.getPtr()), IPC_HANDLE_NBYTES)
         """What ``Register.fence`` carries."""
         self.record()
