@@ -146,12 +146,13 @@ class EngineLane:
         task.request = request
         try:
             plan = plan_load(request, places, self._held(request), pool.nbytes)
-            job = self._job(task, request, plan, range(plan.num_chunks), places.checksums)
-            pool.submit(job)
+            # Set before the copy begins, for it may land before ``submit`` returns, and must not count by itself.
+            task.job = self._job(task, request, plan, range(plan.num_chunks), places.checksums)
+            task.places = places
+            pool.submit(task.job)
         except KvistError as error:
             logger.warning("copy not begun ahead of its order: %s", error)
-        else:
-            task.job, task.places = job, places
+            task.job = task.places = None
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Return when something has ended, or after ``timeout_s``. Requests end without it."""
@@ -176,10 +177,8 @@ class EngineLane:
         if isinstance(outcome, KvistError):
             raise outcome
         if outcome is None:
-            raise Unreachable(
-                self._client.failure
-                or f"the kvist daemon at {self._client.path} has not answered the registration in time"
-            )
+            late = f"the kvist daemon at {self._client.path} has not answered the registration in time"
+            raise Unreachable(self._client.failure or late)
         return outcome
 
     def close(self) -> None:
@@ -215,6 +214,9 @@ class EngineLane:
             os.eventfd_read(self._wake_fd)
 
     def _step(self) -> None:
+        num_copied = len(self._copied)
+        with self._gate:  # A copy that was begun ahead may land before its request is handed over.
+            pass
         try:
             while self._submitted:
                 self._guard(self._begin, self._submitted.popleft())
@@ -223,7 +225,7 @@ class EngineLane:
         except Exception:  # The thread's boundary: a connection that meets a fault is given up, the lane goes on.
             logger.exception("fault in the engine lane")
             self._client.close()
-        while self._copied:
+        for _ in range(num_copied):
             self._guard(self._report, self._copied.popleft())
         for task in self._tasks:
             self._guard(self._advance, task)
@@ -319,13 +321,11 @@ class EngineLane:
                 block_ids = request_blocks(request, held)
             plan = plan_order(request, block_ids, order, held, self._pool.nbytes)
             positions = np.frombuffer(order.positions, dtype="<i4").tolist()
-            job = self._job(task, request, plan, positions, order.checksums)
-            self._pool.submit(job)
+            self._pool.submit(job := self._job(task, request, plan, positions, order.checksums))
+            task.job = job  # Its landing is reported on this thread.
         except KvistError as error:
             logger.warning("copy not begun: %s", error)
             self._answer(task, lambda number: wire.CopyDone(number, order.id, 0))
-        else:
-            task.job = job
 
     def _job(
         self, task: _Task, request: wire.Retrieve | wire.Store, plan: CopyPlan, positions: Sequence[int],

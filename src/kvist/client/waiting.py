@@ -12,25 +12,18 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvist.client.client import Build, Client, Pending
+from kvist.client.lane import Fences
 from kvist.wire import messages as wire
 
 _LOOK_S: Final = 0.0005
 """How often somebody who may wait looks whether the engine's work is done."""
 
 
-class Fences(Protocol):
-    """Marks the work that the engine has given to its accelerator so far."""
-
-    def record(self) -> object:
-        """Return a mark that stands behind everything given until now."""
-        ...
+class VisibleFences(Fences, Protocol):
+    """Marks that this process can look at."""
 
     def is_done(self, fence: object) -> bool:
         """Return whether everything behind which a mark stands is done."""
-        ...
-
-    def give_back(self, fence: object) -> None:
-        """Use a mark again for something else."""
         ...
 
 
@@ -47,7 +40,7 @@ class _Request:
 class WaitingClient:
     """A ``Client`` that looks at the engine's events itself. Used on one thread."""
 
-    def __init__(self, client: Client, fences: Fences) -> None:
+    def __init__(self, client: Client, fences: VisibleFences) -> None:
         """Own ``client``."""
         self._client = client
         self._fences = fences

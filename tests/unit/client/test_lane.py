@@ -11,7 +11,9 @@ import pytest
 
 from kvist.client.client import Pending
 from kvist.client.planning import Places
+from kvist.client.pool import OpenPool
 from kvist.errors import LayoutError
+from kvist.transfer.executor import Job
 from kvist.wire import messages as wire
 from kvist.wire.codec import encode
 from tests.support.copier import NBYTES
@@ -207,6 +209,27 @@ def finish(daemon: OrderingDaemon, engine: LaneEngine, pending: Pending) -> None
     engine.fences.check_all_back()
 
 
+@pytest.fixture(params=["later", "at once"])
+def landing(request: pytest.FixtureRequest, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies land some time after they were begun, or before whoever begins them goes on."""
+    begin = OpenPool.submit
+
+    def begin_and_land(pool: OpenPool, job: Job) -> None:
+        landed, on_done = threading.Event(), job.on_done
+
+        def land(job: Job) -> None:
+            on_done(job)
+            landed.set()
+
+        job.on_done = land
+        begin(pool, job)
+        assert landed.wait(10)
+
+    if request.param == "at once":
+        monkeypatch.setattr(OpenPool, "submit", begin_and_land)
+
+
+@pytest.mark.usefixtures("landing")
 def test_a_load_is_copied_before_it_is_ordered(daemon: OrderingDaemon, engine: LaneEngine, places: Places):
     """A load whose places are known has its bytes before the order comes, and is over when that says the same."""
     pending, chunks = engine.submit_load(b"lease", 2, places=places)
@@ -234,6 +257,7 @@ def test_an_order_may_come_before_the_copy_has_landed(
     finish(daemon, engine, pending)
 
 
+@pytest.mark.usefixtures("landing")
 def test_an_order_that_says_something_else_is_carried_out(daemon: OrderingDaemon, engine: LaneEngine, places: Places):
     """What the daemon orders is what the blocks hold in the end, whatever was copied before."""
     pending, chunks = engine.submit_load(b"lease", 2, places=places)
