@@ -1,5 +1,5 @@
 # Two commands matter: `make demo` shows what kvist does, `make test` passes the tests. Both set up what they need.
-# The rest: check (lint, types, imports), engines (tests with real vLLM), families (of models), ways (of running them), gpu (tests on a GPU), bench (figures), clean.
+# The rest: check (lint, types, imports), docs (the site, into dist/docs), engines (tests with real vLLM), families (of models), ways (of running them), gpu (tests on a GPU), bench (figures), clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ VLLM_VERSION := 0.32.0
 SLOW := tests/engines/test_families.py tests/engines/test_parallel.py tests/engines/test_speculation.py
 FAMILIES := llama qwen3 gemma3 gpt_oss deepseek_v2 deepseek_v3 qwen3_next lfm2
 
-.PHONY: demo test check engines families ways gpu bench peers clean
+.PHONY: demo test check docs engines families ways gpu bench peers clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready
@@ -24,6 +24,12 @@ check: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+# Also makes docs/configuration.md anew, which is part of the tree.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.docs
+	$(VENV)/bin/python tools/docs/configuration.py
+	$(VENV)/bin/mkdocs build --strict --quiet
 
 engines: $(VENV)/.ready $(VLLM)/.ready $(patsubst %,$(MODELS)/%/.ready,smollm2 llama qwen3 gemma3)
 	$(VENV)/bin/python -m pytest tests/engines $(addprefix --ignore ,$(SLOW)) --timeout 900 $(if $(ONLY),-k "$(ONLY)")
@@ -47,12 +53,16 @@ bench: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready
 	$(VENV)/bin/python benchmarks/ttft.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(MODELS)
+	rm -rf $(VENV) $(VLLM) $(MODELS) dist
 
 $(VENV)/.ready: pyproject.toml
 	@echo "setting up $(VENV) (kvist and its checks, half a minute)"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python $(PIP) --editable '.[server,dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(VENV)/bin/python $(PIP) --editable '.[docs]'
 	@touch $@
 
 $(VLLM)/.ready: tools/vllm/requirements.txt tools/vllm/constraints.txt

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvist.server.config import process_environment
 from tests.e2e.conftest import Connect
 from tests.support.daemon import Daemon, command
 from tests.support.waiting import wait_until
@@ -115,3 +116,23 @@ def test_a_daemon_starts_below_a_new_directory(tmp_path: Path):
     """The directory of the socket is made, for the user alone."""
     with Daemon(tmp_path, socket="new/kvist.sock") as daemon:
         assert os.stat(os.path.dirname(daemon.path)).st_mode & 0o777 == 0o700
+
+
+def test_whoever_started_it_is_told(tmp_path: Path):
+    """``READY=1`` comes when a client can connect and not before, ``STOPPING=1`` with the stop."""
+    address, path = str(tmp_path / "notify"), str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(address)
+        notified.settimeout(30)
+        surrounding = {**process_environment(), "NOTIFY_SOCKET": address}
+        arguments = command("serve", "--pool", "1MiB", "--socket", path)
+        with subprocess.Popen(arguments, env=surrounding, stderr=subprocess.DEVNULL) as process:
+            try:
+                assert notified.recv(1000) == b"STATUS=making a pool of 1 MiB present"
+                assert notified.recv(1000) == f"READY=1\nSTATUS=serving {path} with a pool of 1 MiB".encode()
+                with socket.socket(socket.AF_UNIX) as client:
+                    client.connect(path)
+            finally:
+                process.send_signal(signal.SIGTERM)
+            assert notified.recv(1000) == b"STOPPING=1\nSTATUS=finishing 0 copies"
+            assert process.wait(20) == 0

@@ -64,7 +64,7 @@ def test_seams_are_documented():
 
 def test_every_test_states_its_law():
     """A test without a first line is an example of nothing."""
-    folders = [TESTS / name for name in ("unit", "contract", "simulation", "e2e", "tidy")]
+    folders = [TESTS / name for name in ("unit", "contract", "simulation", "e2e", "tidy", "packaging")]
     assert not [
         f"{path}:{node.lineno} {node.name}"
         for path, tree in trees(*folders)
@@ -123,6 +123,11 @@ def test_the_client_needs_little():
     allowed = imported_by("msgspec, numpy") | set(sys.stdlib_module_names) | {"kvist"}
     assert imported_by("kvist.client.client") - allowed == set()
     assert "torch" not in allowed
+
+
+def test_the_plugin_needs_nothing():
+    """What vLLM loads in each of its processes, connector or not, is this package and the standard library."""
+    assert imported_by("kvist.adapters.vllm.plugin") - set(sys.stdlib_module_names) == {"kvist"}
 
 
 def test_the_daemon_runs_without_torch():

@@ -40,10 +40,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copy_threads: int = 2
     """Threads that copy host memory."""
     sessions_max: int = 256
+    """Open connections; a vLLM engine takes one for its scheduler and one for each worker."""
     requests_max: int = 1024
-    """Unanswered requests of one session."""
+    """Unanswered requests of one session; beyond them it is overloaded."""
     copies_max: int = 1024
-    """Queued copies of one device."""
+    """Queued copies of one device; beyond them requests are refused as overloaded."""
     isolate: bool = False
     """Give no engine the pool: the daemon alone copies, and tenants that must not see each other can share it."""
     disk: tuple[str, ...] = ()
@@ -55,6 +56,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_s: float = 10.0
     """How long a stop waits for copies that have begun, and for the disk."""
     log_level: str = "info"
+    """``debug``, ``info``, ``warning`` or ``error``."""
 
     def __post_init__(self) -> None:
         for key in ("copy_threads", "sessions_max", "requests_max", "copies_max", "lease_ttl_s", "drain_s"):

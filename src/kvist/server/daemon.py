@@ -24,8 +24,9 @@ import uvloop
 from kvist import __version__
 from kvist.errors import LayoutRefused
 from kvist.index.eviction import LeastRecentlyUsed
-from kvist.server.config import ServeConfig
+from kvist.server.config import ServeConfig, process_environment
 from kvist.server.lanes import DeviceContext, Lanes
+from kvist.server.readiness import Supervisor
 from kvist.server.runtime import Runtime
 from kvist.server.service import CacheService
 from kvist.server.transport import Transport, descriptors_max
@@ -56,17 +57,21 @@ def run(config: ServeConfig, *, on_progress: Callable[[int], None], on_ready: Ca
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _raise_descriptor_limit()
+    supervisor = Supervisor(process_environment())
+    supervisor.starting(f"making a pool of {format_nbytes(config.pool)} present")
     num_threads = min(_POPULATE_THREADS_MAX, os.cpu_count() or 1)
     began_at = time.monotonic()
     pool = open_pool(config.pool, num_threads=num_threads, on_progress=on_progress)
     try:
         rates = {"populate": pool.nbytes / (time.monotonic() - began_at), "memcpy": measure_memcpy(pool)}
-        uvloop.run(_serve(config, pool, rates, on_ready))
+        uvloop.run(_serve(config, pool, rates, supervisor, on_ready))
     finally:
         pool.close()
 
 
-async def _serve(config: ServeConfig, pool: Pool, rates: Mapping[str, float], on_ready: Callable[[], None]) -> None:
+async def _serve(
+    config: ServeConfig, pool: Pool, rates: Mapping[str, float], supervisor: Supervisor, on_ready: Callable[[], None]
+) -> None:
     loop = asyncio.get_running_loop()
     lanes = Lanes(DeviceContext(pool, config.copy_threads), queue_max=config.copies_max)
     boot_id = secrets.token_hex(8)
@@ -89,7 +94,7 @@ async def _serve(config: ServeConfig, pool: Pool, rates: Mapping[str, float], on
             service, config.socket_path, boot_id=boot_id, allow_uids=config.allow_uids,
             sessions_max=config.sessions_max, limits=limits,
         )  # fmt: skip
-        await _until_signalled(config, service, transport, on_ready)
+        await _until_signalled(config, service, transport, supervisor, on_ready)
     finally:
         lanes.close()
         for tier in tiers:
@@ -115,8 +120,9 @@ def _open_tiers(config: ServeConfig) -> list[Tier]:
 
 
 async def _until_signalled(
-    config: ServeConfig, service: CacheService, transport: Transport, on_ready: Callable[[], None]
-) -> None:
+    config: ServeConfig, service: CacheService, transport: Transport, supervisor: Supervisor,
+    on_ready: Callable[[], None],
+) -> None:  # fmt: skip
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -127,8 +133,10 @@ async def _until_signalled(
             "serving version=%s pid=%d socket=%s pool=%s descriptors_max=%d",
             __version__, os.getpid(), config.socket_path, format_nbytes(config.pool), descriptors_max(),
         )  # fmt: skip
+        supervisor.ready(f"serving {config.socket_path} with a pool of {format_nbytes(config.pool)}")
         on_ready()
         await stop.wait()
+        supervisor.stopping(f"finishing {service.num_copies_in_flight} copies")
         logger.info("stopping copies=%d", service.num_copies_in_flight)
         service.begin_draining()
         transport.stop_listening()
