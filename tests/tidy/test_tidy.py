@@ -137,6 +137,13 @@ def test_the_daemon_runs_without_torch():
     assert loaded.isdisjoint({"torch", "vllm", "sglang", "transformers"})
 
 
+def test_the_program_runs_without_an_engine():
+    """Also where it reads an engine's options."""
+    loaded = imported_by("kvist.cli.main, kvist.adapters.vllm.options")
+    assert "kvist" in loaded
+    assert loaded.isdisjoint({"torch", "vllm", "sglang", "transformers"})
+
+
 def test_importing_does_nothing():
     """The package by itself reads no environment, finds no device and loads nothing but the standard library."""
     assert imported_by("kvist") - set(sys.stdlib_module_names) == {"kvist"}

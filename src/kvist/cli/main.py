@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from kvist import __version__
-from kvist.cli import disk
+from kvist.cli import disk, doctor
 from kvist.cli.output import errors, output, print_error, print_json
 from kvist.client.client import Client
 from kvist.errors import ConfigError, KvistError
@@ -25,6 +25,7 @@ from kvist.wire import messages as wire
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="A KV-cache service for LLM inference engines.")
 app.add_typer(disk.app, name="disk")
+app.command("doctor")(doctor.command)
 
 Socket = Annotated[str | None, typer.Option("--socket", help="Path of the daemon's Unix socket.")]
 

@@ -56,7 +56,7 @@ def check_free_memory(nbytes: int) -> None:
     Raises:
         ConfigError: names the limit, what is free, and what was asked for.
     """
-    for name, free in _free_memory():
+    for name, free in free_memory():
         if nbytes > free:
             raise ConfigError(
                 f"a pool of {format_nbytes(nbytes)} does not fit: {name} leaves {format_nbytes(max(free, 0))}; "
@@ -115,7 +115,7 @@ def _populate(address: int, nbytes: int, num_threads: int, on_progress: Callable
             raise
 
 
-def _free_memory() -> Iterator[tuple[str, int]]:
+def free_memory() -> Iterator[tuple[str, int]]:
     """Yield what limits this process's memory, and how many bytes each limit leaves."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

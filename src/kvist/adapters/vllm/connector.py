@@ -23,7 +23,7 @@ from kvist.adapters.vllm.handover import HandedOver, Way, keep_memory, share_mem
 from kvist.adapters.vllm.layout import WorkerMemory
 from kvist.adapters.vllm.metadata import KvistMetadata, KvistWorkerMetadata, StoreJob
 from kvist.adapters.vllm.namespace import describe_engine, describe_namespace
-from kvist.adapters.vllm.options import Options, parse_options
+from kvist.adapters.vllm.options import FLAG, Options, parse_options
 from kvist.adapters.vllm.scheduler import SchedulerSide
 from kvist.adapters.vllm.shards import Cut, choose_shardings
 from kvist.adapters.vllm.sharing import share_storages
@@ -50,10 +50,6 @@ from kvist.wire import messages as wire
 
 logger = logging.getLogger(__name__)
 
-FLAG: Final = (
-    '--kv-transfer-config \'{"kv_connector":"KvistConnector","kv_connector_module_path":"kvist.adapters.vllm",'
-    '"kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
-)
 _HELD_FOR_DAEMON: Final = 0.25
 _HELD_FOR_WORKER: Final = 0.75
 """Part of the engine's blocks that unfinished stores may hold."""

@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from kvist.errors import ConfigError
 from kvist.wire.address import default_socket_path
+
+CONNECTOR: Final = "KvistConnector"
+MODULE_PATH: Final = "kvist.adapters.vllm"
+FLAG: Final = (
+    f'--kv-transfer-config \'{{"kv_connector":"{CONNECTOR}","kv_connector_module_path":"{MODULE_PATH}",'
+    '"kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
+)
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
