@@ -22,7 +22,6 @@ _BLOCK = re.compile(r"^```(?:sh|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _FLAG = {
     "kv_connector": "KvistConnector",
-    "kv_connector_module_path": "kvist.adapters.vllm",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }

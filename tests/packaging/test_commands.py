@@ -38,10 +38,7 @@ def test_commands_are_found():
     )
 
 
-FLAG = (
-    '"kv_connector":"KvistConnector","kv_connector_module_path":"kvist.adapters.vllm","kv_role":"kv_both",'
-    '"kv_load_failure_policy":"recompute"'
-)
+FLAG = '"kv_connector":"KvistConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"'
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,11 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from prometheus_client import Counter, Histogram
+
 _NAMES = ("torch", "vllm")
 _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 
 
 class KVConnectorBase_V1:  # noqa: N801 -- vLLM's name
@@ -45,6 +48,25 @@ class KVConnectorTransferResults:
     failed_recving: set[str] = field(default_factory=set)
 
 
+@dataclass
+class KVConnectorStats:
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class KVConnectorPromMetrics:
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        self._counter_cls, self._histogram_cls = metric_types[Counter], metric_types[Histogram]
+
+
+_KEPT = {
+    _BASE: (
+        KVConnectorBase_V1, SupportsHMA, KVConnectorMetadata, KVConnectorWorkerMetadata, KVConnectorTransferResults,
+    ),
+    _METRICS: (KVConnectorStats, KVConnectorPromMetrics),
+}  # fmt: skip
+"""By module."""
+
+
 class _StandIn(ModuleType):
     __path__: Sequence[str] = ()
 
@@ -63,12 +85,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        if module.__name__ == _BASE:
-            for kept in (
-                KVConnectorBase_V1, SupportsHMA, KVConnectorMetadata, KVConnectorWorkerMetadata,
-                KVConnectorTransferResults,
-            ):  # fmt: skip
-                setattr(module, kept.__name__, kept)
+        for kept in _KEPT.get(module.__name__, ()):
+            setattr(module, kept.__name__, kept)
 
 
 @contextmanager

@@ -87,6 +87,8 @@ class Engine:
         self.sequences: list[list[int]] = []
         """Of requests that are over."""
         self.seen: Counter[str] = Counter()
+        self.stats = adapter("stats").KvistStats()
+        """All that the connector has told of itself."""
         self._promised: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         """Loads that are under way: tokens that the engine has itself, with those of the load, and its groups."""
         self._ids = itertools.count()
@@ -100,14 +102,15 @@ class Engine:
             num_blocks=self.sort.num_blocks, held_share_max=0.25, has_prefix_cache=True,
         )  # fmt: skip
         side = adapter("scheduler").SchedulerSide
-        scheduler = side(self.scheduler_link, options, namespace, facts, clock=lambda: self.daemon.now)
-        worker = adapter("worker").WorkerSide(deadline_s=DEADLINE_S, clock=lambda: self.daemon.now)
+        tally = adapter("stats").Tally()
+        scheduler = side(self.scheduler_link, options, namespace, facts, clock=lambda: self.daemon.now, tally=tally)
+        worker = adapter("worker").WorkerSide(deadline_s=DEADLINE_S, clock=lambda: self.daemon.now, tally=tally)
         worker.connect(self.worker_link)
         kind = adapter("connector").KvistConnector
         connector = kind.__new__(kind)
         connector.__dict__.update(
             _scheduler=scheduler, _worker=worker, _undone={}, _meta=None, _failed_blocks=set(), _refusal="",
-            _faults=set(), _tells_blocks=self.tells_blocks, _cut=SimpleNamespace(groups=self.groups),
+            _faults=set(), _tells_blocks=self.tells_blocks, _cut=SimpleNamespace(groups=self.groups), _tally=tally,
         )  # fmt: skip
         connector.bind_gpu_block_pool(self.pool)
         return connector
@@ -413,6 +416,9 @@ class Engine:
                 request.num_computed_tokens -= 1
         worker_meta = connector.build_connector_worker_meta()
         connector.update_connector_output(SimpleNamespace(kv_connector_worker_meta=worker_meta, failed_recving=failed))
+        if (stats := connector.get_kv_connector_stats()) is not None:
+            assert not stats.is_empty()
+            self.stats = self.stats.aggregate(stats)
 
     def _fail_blocks(self, invalid: set[int]) -> None:
         for request in self.waiting:

@@ -319,7 +319,7 @@ VLLM_CONNECTOR: Final = Kind(
 )  # fmt: skip
 VLLM_MODULE_PATH: Final = Kind(
     "vllm.module-path", _PROBLEM, "kv_connector_module_path is not kvist's", "vLLM does not start.",
-    'write `"kv_connector_module_path": "kvist.adapters.vllm"`',
+    'leave it out, or write `"kv_connector_module_path": "kvist.adapters.vllm"`',
 )  # fmt: skip
 VLLM_ROLE: Final = Kind(
     "vllm.role", _PROBLEM, "kv_role is not kv_both",

@@ -2,7 +2,8 @@
 
 Each run is one seed. Held after every step: a block that is named has a reference until the daemon has answered, holds
 the bytes that its digest says if it is stored, and changes no hands; a load writes exactly what is needed; all that is
-computed is computed from right bytes; every load is reported once. When all requests are over, nothing is held.
+computed is computed from right bytes; every load is reported once. When all requests are over, nothing is held, and
+what the connector has counted is what the daemon has.
 """
 
 import random
@@ -11,7 +12,7 @@ from collections import Counter
 import pytest
 
 from kvist.model.layout import GroupKind
-from tests.support.engine_sorts import Sort
+from tests.support.engine_sorts import CHUNK_TOKENS, Sort
 from tests.support.memory_tier import MemoryTier
 from tests.support.scheduled import Engine
 from tests.support.simulated import LEASE_TTL_S, SimulatedDaemon
@@ -55,11 +56,26 @@ def run(sort: Sort, seed: int, *tiers: MemoryTier) -> Counter[str]:
             break
     engine.check_idle()
     assert daemon.status().num_reserved == daemon.status().num_copies_in_flight == 0
+    check_figures(engine, daemon)
     engine.seen["promoted"] += daemon.status().counters.get("chunks_promoted", 0)
     engine.seen["promotions failed"] += daemon.status().counters.get("promotions_failed", 0)
     engine.close()
     daemon.close()
     return engine.seen
+
+
+def check_figures(engine: Engine, daemon: SimulatedDaemon) -> None:
+    """Hold what the connector has told, step by step, against the daemon's counters."""
+    told, counted = Counter(engine.stats.data), Counter(daemon.status().counters)
+    assert told["lookups"] == counted["lookups"]
+    for name in ("asked", "found", "loading"):
+        assert told[f"tokens_{name}"] == counted[f"chunks_{name}"] * CHUNK_TOKENS, name
+    for name in ("loaded", "stored", "present", "refused"):
+        assert told[f"chunks_{name}"] == counted[f"chunks_{name}"], name
+    assert told["requests_not_cached"] == 0
+    num_loads = len(engine.stats.data.get("load_seconds", ()))
+    assert engine.seen["loaded"] <= num_loads
+    assert bool(told["tokens_loaded"]) is (num_loads > told["loads_failed"])
 
 
 def happen(engine: Engine, daemon: SimulatedDaemon, chance: random.Random) -> None:

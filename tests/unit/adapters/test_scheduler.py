@@ -78,11 +78,20 @@ class Bench:
         )  # fmt: skip
         namespace = Namespace("model", "", "bf16", "layout", "1", CHUNK_TOKENS)
         side = adapter("scheduler").SchedulerSide
-        self.side = side(self.client, adapter("options").Options(), namespace, facts, clock=lambda: self.client.now)
+        tally = adapter("stats").Tally()
+        self.side = side(
+            self.client, adapter("options").Options(), namespace, facts, clock=lambda: self.client.now, tally=tally
+        )
         kind = adapter("connector").KvistConnector
         self.connector = kind.__new__(kind)
         self.connector.__dict__.update(
-            _scheduler=self.side, _worker=None, _undone={}, _refusal="", _faults=set(), _tells_blocks=False
+            _scheduler=self.side,
+            _worker=None,
+            _undone={},
+            _refusal="",
+            _faults=set(),
+            _tells_blocks=False,
+            _tally=tally,
         )
         self.side.bind_pool(self.pool)
 

@@ -7,14 +7,16 @@ its front, and over those that the engine has itself; a store passes over the ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvist.adapters.vllm.groups import EngineGroup
 from kvist.adapters.vllm.layout import NULL_BLOCK
-from kvist.adapters.vllm.metadata import LoadPart
+from kvist.adapters.vllm.metadata import LoadPart, StorePart
+from kvist.adapters.vllm.tracking import Tracked
 from kvist.client.planning import Places
 from kvist.errors import InvalidBlocks
 from kvist.model.coverage import first_needed
+from kvist.model.layout import GroupKind
 from kvist.model.transfer import CHECKSUM_NBYTES
 from kvist.transfer.plan import stored_block_ids, stored_blocks_to_skip
 from kvist.wire.messages import RowPlaces
@@ -78,6 +80,14 @@ def find_places(part: LoadPart, num_chunks: int, rows: Sequence[RowPlaces], grou
             window = slice(first * CHECKSUM_NBYTES, (first + num_chunks) * CHECKSUM_NBYTES)
             found[row.shard] = Places(row.slots[window], row.checksums[window])  # A slot is named by as many bytes.
     return found
+
+
+def plan_store(tracked: Tracked, group: EngineGroup, chosen: Mapping[int, Sequence[int]]) -> StorePart:
+    """Return a group's chosen chunks, by number, as they travel."""
+    digests = b"".join(tracked.packed(chunk, chunk + 1) for chunk in chosen)
+    first = min(chosen)
+    parent = tracked.digest(first - 1) if first and group.kind is GroupKind.FULL else b""
+    return StorePart(group.number, digests, parent, tuple(block_id for ids in chosen.values() for block_id in ids))
 
 
 def stored_blocks(group: EngineGroup, table: Sequence[int], chunk: int) -> list[int] | None:

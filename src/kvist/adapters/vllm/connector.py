@@ -24,9 +24,11 @@ from kvist.adapters.vllm.layout import WorkerMemory
 from kvist.adapters.vllm.metadata import KvistMetadata, KvistWorkerMetadata, StoreJob
 from kvist.adapters.vllm.namespace import describe_engine, describe_namespace
 from kvist.adapters.vllm.options import FLAG, Options, parse_options
+from kvist.adapters.vllm.plugin import register
 from kvist.adapters.vllm.scheduler import SchedulerSide
 from kvist.adapters.vllm.shards import Cut, choose_shardings
 from kvist.adapters.vllm.sharing import share_storages
+from kvist.adapters.vllm.stats import KvistPromMetrics, KvistStats, Tally
 from kvist.adapters.vllm.worker import Results, WorkerSide
 from kvist.client.client import About, Client
 from kvist.client.lane import EngineLane
@@ -86,6 +88,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._faults: set[str] = set()
         self._scheduler: SchedulerSide | None = None
+        self._tally = Tally()
         self._worker = WorkerSide() if role == KVConnectorRole.WORKER else None
         self._undone: dict[str, tuple[int, ...]] = {}
         self._meta: KvistMetadata | None = None
@@ -118,8 +121,9 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 _check_states_are_offered(self._cache_config)
             if self._worker is not None:
                 self._worker = WorkerSide(
-                    deadline_s=self._options.deadline_s, governor=Governor(self._options.decode_slowdown_max)
-                )
+                    deadline_s=self._options.deadline_s, governor=Governor(self._options.decode_slowdown_max),
+                    tally=self._tally,
+                )  # fmt: skip
             namespace = describe_namespace(
                 self._config, self._cache_config, self._cut, version=self._options.weights_version
             )
@@ -157,7 +161,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             has_prefix_cache=bool(self._config.cache_config.enable_prefix_caching),
             is_copied_by_worker=not self._is_copied_by_daemon,
         )
-        return SchedulerSide(self._client("scheduler"), self._options, namespace, facts)
+        return SchedulerSide(self._client("scheduler"), self._options, namespace, facts, tally=self._tally)
 
     def _client(self, side: str, registrar: Any = None) -> Client:
         engine_id = str(self._config.kv_transfer_config.engine_id)
@@ -309,7 +313,9 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(None)
     def build_connector_worker_meta(self) -> KvistWorkerMetadata | None:
         settled = self._worker.take_settled() if self._worker is not None else Counter()
-        return KvistWorkerMetadata(settled, self._refusal) if settled or self._refusal else None
+        failed = self._worker.take_failed() if self._worker is not None else frozenset()
+        is_needed = settled or failed or self._refusal
+        return KvistWorkerMetadata(settled, self._refusal, failed) if is_needed else None
 
     # ── scheduler ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -322,6 +328,8 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None and not self._refusal:
             self._scheduler.begin(request)
+        else:
+            self._tally.add("requests_not_cached")
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._count_hit(request, num_computed_tokens)
@@ -345,6 +353,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 num_blocks = num_external_tokens // self._cut.groups[0].block_tokens
                 meant = tuple(blocks.get_block_ids()[0][-num_blocks:])
             self._undone[request.request_id] = meant
+            self._tally.add("loads_failed")
             self._note_failed({request.request_id})
 
     @guarded(None)
@@ -376,7 +385,7 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = connector_output.kv_connector_worker_meta
         self._note_failed(getattr(connector_output, "failed_recving", None) or set())
         if self._scheduler is not None and isinstance(metadata, KvistWorkerMetadata):
-            self._scheduler.take_reports(metadata.settled)
+            self._scheduler.take_reports(metadata.settled, metadata.failed)
             if metadata.refusal:
                 self._disable(f"a worker's memory was refused: {metadata.refusal}")
 
@@ -420,6 +429,23 @@ class KvistConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def supports_sleep_mode(cls, kv_transfer_config: Any = None) -> bool:
         """Memory that sleeps would vanish from under the daemon."""
         return False
+
+    @guarded(None)
+    def get_kv_connector_stats(self) -> KvistStats | None:
+        """Return what this side has counted since the last call; None if nothing has happened."""
+        data = self._tally.take()
+        return KvistStats(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvistStats:
+        return KvistStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KvistPromMetrics:
+        register()  # MultiConnector looks its children's figures up by name, also where VLLM_PLUGINS leaves us out.
+        return KvistPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @guarded(())
     def take_events(self) -> Iterable[Any]:

@@ -81,7 +81,11 @@ class KvistWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     settled: Counter[int] = field(default_factory=Counter)
     refusal: str = ""
     """Why a worker can neither load nor store, ever; empty if it can."""
+    failed: frozenset[int] = frozenset()
+    """Jobs of which something could not be loaded, or was not kept; told no later than that they are settled."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, KvistWorkerMetadata)
-        return KvistWorkerMetadata(self.settled + other.settled, self.refusal or other.refusal)
+        return KvistWorkerMetadata(
+            self.settled + other.settled, self.refusal or other.refusal, self.failed | other.failed
+        )

@@ -15,8 +15,8 @@ from kvist.wire.address import default_socket_path
 CONNECTOR: Final = "KvistConnector"
 MODULE_PATH: Final = "kvist.adapters.vllm"
 FLAG: Final = (
-    f'--kv-transfer-config \'{{"kv_connector":"{CONNECTOR}","kv_connector_module_path":"{MODULE_PATH}",'
-    '"kv_role":"kv_both","kv_load_failure_policy":"recompute"}\''
+    f'--kv-transfer-config \'{{"kv_connector":"{CONNECTOR}","kv_role":"kv_both",'
+    '"kv_load_failure_policy":"recompute"}\''
 )
 
 

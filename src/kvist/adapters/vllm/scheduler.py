@@ -15,18 +15,19 @@ import math
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvist.adapters.vllm import layout
-from kvist.adapters.vllm.blocks import find_places, first_loaded, plan_load, plan_tail_load, stored_blocks
+from kvist.adapters.vllm.blocks import find_places, first_loaded, plan_load, plan_store, plan_tail_load, stored_blocks
 from kvist.adapters.vllm.groups import EngineFacts, EngineGroup
 from kvist.adapters.vllm.metadata import LoadJob, LoadPart, StoreJob, StorePart
 from kvist.adapters.vllm.options import Options, parse_request_options
 from kvist.adapters.vllm.pace import PrefillPace
-from kvist.adapters.vllm.tracking import Lookup, Prefill, Tracked
-from kvist.client.client import Client, Pending
+from kvist.adapters.vllm.stats import Tally
+from kvist.adapters.vllm.tracking import Lookup, Prefill, Tracked, take_steps
+from kvist.client.client import Client
 from kvist.errors import ConfigError, KeyInvalid
 from kvist.model.keys import DIGEST_NBYTES, Digest, MediaItem, Namespace, root_digest, split_digests
 from kvist.model.layout import GroupKind
@@ -58,9 +59,11 @@ class _Job:
 
     blocks: list[Any]
     begun_at: float
-    digests: frozenset[Digest] = frozenset()
-    """What a load brings; others who need it wait for it."""
+    num_tokens: int
+    digests: frozenset[Digest] | None = None
+    """What a load brings; others who need it wait for it. None for a store."""
     num_settled: int = 0
+    has_failed: bool = False
 
 
 class SchedulerSide:
@@ -73,8 +76,10 @@ class SchedulerSide:
         namespace: Namespace,
         engine: EngineFacts,
         clock: Callable[[], float] = time.monotonic,
+        tally: Tally | None = None,
     ) -> None:
         self._client = client
+        self._tally = tally or Tally()
         self._options = options
         self._namespace = namespace
         self._chunk_tokens = namespace.chunk_tokens
@@ -86,6 +91,9 @@ class SchedulerSide:
         has_tails = len(engine.groups) == 1 and engine.groups[0].kind is GroupKind.FULL
         self._tail_block_tokens = engine.groups[0].block_tokens if has_tails and not engine.groups[0].is_draft else 0
         """0: sequences of this engine have no tails."""
+        full = [group.number for group in engine.groups if group.kind is GroupKind.FULL and not group.is_draft]
+        self._counted_group = [*full, engine.groups[0].number][0]
+        """Whose chunks count as stored tokens: others keep some of a prefix, or later."""
         self._clock = clock
         self._pace = PrefillPace()
         self._pool: Any = None
@@ -96,7 +104,7 @@ class SchedulerSide:
         self._loads: list[LoadJob] = []
         self._last_stores: list[StoreJob] = []
         """Of requests that have ended since the last step."""
-        self._abandoned: list[tuple[Tracked, Pending]] = []
+        self._abandoned: list[tuple[Tracked, Lookup]] = []
 
     def bind_pool(self, pool: Any) -> None:
         """Take vLLM's block pool, which gives references to blocks."""
@@ -105,12 +113,13 @@ class SchedulerSide:
     def begin(self, request: Any) -> None:
         """Take note of a new request, and ask for its prefix at once."""
         tracked = self._track(request)
+        self._tally.add("requests_not_cached", int(tracked is None))
         if tracked is not None and tracked.options.read and not getattr(request, "skip_reading_prefix_cache", False):
             self._ask(tracked)
 
     def count_hit(self, request: Any, num_local_tokens: int) -> int | None:
         """Return how many tokens beyond the engine's own can be loaded; None to be asked again in the next step."""
-        tracked = self._tracked.get(request.request_id) or self._track(request)
+        tracked = self._tracked.get(request.request_id)
         if tracked is None or not tracked.options.read or getattr(request, "skip_reading_prefix_cache", False):
             return 0
         if tracked.has_failed:
@@ -128,8 +137,10 @@ class SchedulerSide:
         if not lookup.pending.is_over:
             if self._clock() - lookup.pending.sent_at <= self._options.deadline_s:
                 return None
+            self._tally.add("lookups_late")
             self._forget_lookup(tracked)
             return 0
+        self._count_lookup(lookup)
         return None if self._waits_for_tier(tracked) else self._count_found(tracked, lookup, num_local_tokens)
 
     def _count_found(self, tracked: Tracked, lookup: Lookup, num_local_tokens: int) -> int | None:
@@ -153,7 +164,8 @@ class SchedulerSide:
         """Return whether a load that is not late yet brings this chunk: then the engine will soon have it itself."""
         now = self._clock()
         return any(
-            digest in job.digests and now - job.begun_at <= self._options.deadline_s for job in self._jobs.values()
+            digest in (job.digests or ()) and now - job.begun_at <= self._options.deadline_s
+            for job in self._jobs.values()
         )
 
     def loaded_groups(self, request: Any) -> tuple[int, ...]:
@@ -210,7 +222,7 @@ class SchedulerSide:
                 tracked.lose_blocks()
         num_scheduled = scheduler_output.num_scheduled_tokens
         state = getattr(scheduler_output, "kv_connector_block_state", None)
-        for request_id, num_computed_tokens in self._take_steps(scheduler_output, is_told=state is not None):
+        for request_id, num_computed_tokens in take_steps(self._tracked, scheduler_output, is_told=state is not None):
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
@@ -227,8 +239,10 @@ class SchedulerSide:
                 stores += self._begin_store(tracked, state.get_block_ids(request_id), states, end)
         return stores
 
-    def take_reports(self, settled: Counter[int]) -> None:
+    def take_reports(self, settled: Counter[int], failed: Collection[int] = ()) -> None:
         """Let go of the blocks of jobs that all workers are done with; ``settled`` counts workers by job."""
+        for number in self._jobs.keys() & failed:
+            self._jobs[number].has_failed = True
         for number, count in settled.items():
             job = self._jobs.get(number)
             if job is None:
@@ -236,6 +250,7 @@ class SchedulerSide:
             job.num_settled += count
             if job.num_settled >= self._engine.num_workers:
                 del self._jobs[number]
+                self._count_job(job)
                 layout.let_go_of_blocks(self._pool, job.blocks)
 
     def end(self, request: Any, tables: Tables) -> None:
@@ -313,8 +328,8 @@ class SchedulerSide:
             pending = self._client.submit(
                 lambda number: wire.Lookup(number, digests, self._needs, tails, chunk_us, *marks)
             )
+            tracked.lookup = Lookup((num_chunks, num_tails), pending, is_counted=tracked.was_asked)
             tracked.was_asked |= not pending.is_lost
-            tracked.lookup = Lookup((num_chunks, num_tails), pending)
         self._let_go(tracked, before)  # Behind the new question: what both find is held all the time.
 
     def _tail_blocks(self, num_chunks: int, num_tokens: int) -> int:
@@ -342,7 +357,7 @@ class SchedulerSide:
     def _let_go(self, tracked: Tracked, lookup: Lookup | None) -> None:
         if lookup is None or lookup.is_claimed or lookup.pending.is_lost:
             return
-        self._abandoned.append((tracked, lookup.pending))
+        self._abandoned.append((tracked, lookup))
         self._settle_abandoned()
 
     def _settle_abandoned(self) -> None:
@@ -350,13 +365,28 @@ class SchedulerSide:
             return
         self._client.poll()
         waiting = []
-        for tracked, pending in self._abandoned:
-            if not pending.is_over:
-                waiting.append((tracked, pending))
-            elif isinstance(pending.reply, wire.LookupReply) and pending.reply.lease:
-                tracked.note_found(pending.reply.num_chunks)  # What the daemon has need not be offered.
-                self._client.submit(functools.partial(wire.Release, lease=pending.reply.lease))
+        for tracked, lookup in self._abandoned:
+            if not lookup.pending.is_over:
+                waiting.append((tracked, lookup))
+                continue
+            self._count_lookup(lookup)
+            if lookup.reply is not None and lookup.reply.lease:
+                tracked.note_found(lookup.reply.num_chunks)  # What the daemon has need not be offered.
+                self._client.submit(functools.partial(wire.Release, lease=lookup.reply.lease))
         self._abandoned = waiting
+
+    def _count_lookup(self, lookup: Lookup) -> None:
+        """Count a lookup that is over as the daemon does."""
+        if not lookup.is_counted:
+            lookup.is_counted = True
+            self._tally.note_lookup(lookup.reply, lookup.asked[0], self._chunk_tokens)
+
+    def _count_job(self, job: _Job) -> None:
+        """Count a job that all workers are done with."""
+        if job.digests is not None:
+            self._tally.note_load(self._clock() - job.begun_at, job.num_tokens, has_failed=job.has_failed)
+        elif not job.has_failed:
+            self._tally.add("tokens_stored", job.num_tokens)
 
     def _is_anybody_waiting(self) -> bool:
         """Return whether a request waits for a tier."""
@@ -383,7 +413,7 @@ class SchedulerSide:
         parts = tuple(self._with_places(part, lookup.reply.places) for part in planned if part is not None)
         block_ids = [block_id for part in parts for block_id in part.block_ids[part.num_skipped_blocks :]]
         digests = frozenset(split_digests(tracked.packed(num_local // self._chunk_tokens, num_chunks)))
-        number = self._hold(block_ids, digests)
+        number = self._hold(block_ids, num_external_tokens, digests)
         lookup.is_claimed = True
         tracked.lose_blocks()
         self._loads.append(LoadJob(number, tracked.request.request_id, lookup.reply.lease, parts))
@@ -425,11 +455,13 @@ class SchedulerSide:
                     tracked.num_offered[number] = chunk + 1
                 if block_ids:
                     chosen[number][chunk] = block_ids
-        parts = [_store_part(tracked, group, chosen[group.number]) for group in self._groups if chosen[group.number]]
+        parts = [plan_store(tracked, group, chosen[group.number]) for group in self._groups if chosen[group.number]]
         if is_over and all(num_offered == end for num_offered in tracked.num_offered.values()):
             parts += self._tail_to_store(tracked, tables, end, num_free)
         block_ids = [block_id for part in parts for block_id in part.block_ids]
-        return [StoreJob(self._hold(block_ids), tuple(parts))] if parts else []
+        num_tail_tokens = sum(len(part.block_ids) * self._tail_block_tokens for part in parts if part.is_tail)
+        num_tokens = len(chosen[self._counted_group]) * self._chunk_tokens + num_tail_tokens
+        return [StoreJob(self._hold(block_ids, num_tokens), tuple(parts))] if parts else []
 
     def _tail_to_store(self, tracked: Tracked, tables: Tables, end: int, num_free: int) -> list[StorePart]:
         """Return what a request leaves behind its last whole chunk, if that is kept."""
@@ -454,47 +486,14 @@ class SchedulerSide:
         block_ids = stored_blocks(group, table, chunk)
         return block_ids if block_ids is not None or group.kind is GroupKind.FULL else []
 
-    def _hold(self, block_ids: Sequence[int], digests: frozenset[Digest] = frozenset()) -> int:
+    def _hold(self, block_ids: Sequence[int], num_tokens: int, digests: frozenset[Digest] | None = None) -> int:
         number = self._next_job
         self._next_job += 1
-        self._jobs[number] = _Job(layout.hold_blocks(self._pool, block_ids), self._clock(), digests)
+        self._jobs[number] = _Job(layout.hold_blocks(self._pool, block_ids), self._clock(), num_tokens, digests)
         return number
-
-    def _take_steps(self, scheduler_output: Any, *, is_told: bool) -> list[tuple[str, int]]:
-        """Return (request, tokens computed when this step is over); bring block tables up to date unless ``is_told``.
-
-        vLLM before 0.29 tells the blocks that are new. All that is said of a new or a resumed request replaces what was
-        known of it: with Model Runner V2 a resumed request comes as a new one.
-        """
-        num_scheduled = scheduler_output.num_scheduled_tokens
-        steps = []
-        for new in scheduler_output.scheduled_new_reqs:
-            steps.append((new.req_id, new.num_computed_tokens + num_scheduled.get(new.req_id, 0)))
-            if not is_told and (tracked := self._tracked.get(new.req_id)) is not None:
-                tracked.set_blocks(new.block_ids)
-        cached = scheduler_output.scheduled_cached_reqs
-        for request_id, block_ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            steps.append((request_id, computed + num_scheduled.get(request_id, 0)))
-            if is_told or block_ids is None or (tracked := self._tracked.get(request_id)) is None:
-                continue
-            if request_id in cached.resumed_req_ids:
-                tracked.set_blocks(block_ids)
-            else:
-                tracked.add_blocks(block_ids)
-        return steps
 
 
 def _is_next(tracked: Tracked, group: EngineGroup, chunk: int) -> bool:
     """Return whether a chunk was not offered, and all before it were where chunks hang on each other."""
     num_offered = tracked.num_offered[group.number]
     return num_offered == chunk if group.kind is GroupKind.FULL else num_offered <= chunk
-
-
-def _store_part(tracked: Tracked, group: EngineGroup, chosen: Mapping[int, Sequence[int]]) -> StorePart:
-    """Return a group's chosen chunks, by number, as they travel."""
-    digests = b"".join(tracked.packed(chunk, chunk + 1) for chunk in chosen)
-    first = min(chosen)
-    parent = tracked.digest(first - 1) if first and group.kind is GroupKind.FULL else b""
-    return StorePart(group.number, digests, parent, tuple(block_id for ids in chosen.values() for block_id in ids))

@@ -8,7 +8,7 @@ request waits for a tier once, and for no longer than was said when it began to.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +31,8 @@ class Lookup:
     pending: Pending
     is_claimed: bool = False
     """Its lease belongs to a load now."""
+    is_counted: bool = False
+    """Of the lookups of one request the first that is answered counts, and those that are lost before it."""
     ask_again_at: float = math.inf
     """When more may have come from a tier; infinity if nobody waits for that."""
 
@@ -176,3 +178,29 @@ class Tracked:
     def packed(self, first: int, end: int) -> bytes:
         """Return the digests of chunks ``[first, end)``, as they travel."""
         return bytes(self.digests[first * DIGEST_NBYTES : end * DIGEST_NBYTES])
+
+
+def take_steps(all_tracked: Mapping[str, Tracked], scheduler_output: Any, *, is_told: bool) -> list[tuple[str, int]]:
+    """Return (request, tokens computed when this step is over); bring block tables up to date unless ``is_told``.
+
+    vLLM before 0.29 tells the blocks that are new. All that is said of a new or a resumed request replaces what was
+    known of it: with Model Runner V2 a resumed request comes as a new one.
+    """
+    num_scheduled = scheduler_output.num_scheduled_tokens
+    steps = []
+    for new in scheduler_output.scheduled_new_reqs:
+        steps.append((new.req_id, new.num_computed_tokens + num_scheduled.get(new.req_id, 0)))
+        if not is_told and (tracked := all_tracked.get(new.req_id)) is not None:
+            tracked.set_blocks(new.block_ids)
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, block_ids, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        steps.append((request_id, computed + num_scheduled.get(request_id, 0)))
+        if is_told or block_ids is None or (tracked := all_tracked.get(request_id)) is None:
+            continue
+        if request_id in cached.resumed_req_ids:
+            tracked.set_blocks(block_ids)
+        else:
+            tracked.add_blocks(block_ids)
+    return steps

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from kvist.adapters.vllm.metadata import KvistMetadata, LoadJob, LoadPart, StorePart
+from kvist.adapters.vllm.stats import Tally
 from kvist.client.client import Build, Pending
 from kvist.client.planning import Places
 from kvist.transfer.governor import Governor
@@ -99,8 +100,9 @@ class WorkerSide:
     """Lives in a worker process, on its main thread."""
 
     def __init__(
-        self, *, deadline_s: float = 1.0, governor: Governor | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, *, deadline_s: float = 1.0, governor: Governor | None = None,
+        clock: Callable[[], float] = time.monotonic, tally: Tally | None = None,
+    ) -> None:  # fmt: skip
         """Begin without a daemon; all loads fail at once until ``connect``."""
         self._client: Requests | None = None
         self._fence: Fence | None = None
@@ -112,6 +114,8 @@ class WorkerSide:
         self._loads: list[_Load] = []
         self._stores: dict[int, list[Pending]] = {}
         self._settled: Counter[int] = Counter()
+        self._failed: set[int] = set()
+        self._tally = tally or Tally()
         self.governor = governor or Governor(math.inf)
         """Spaces this worker's stores, by what its steps take."""
         self._last_step = (-math.inf, 0)
@@ -173,6 +177,8 @@ class WorkerSide:
                 failed_blocks = self._failed_blocks(load)
                 results.add(load.job.request_id, failed_blocks, is_whole=not failed_blocks)
                 load.is_reported = True
+                if failed_blocks:
+                    self._failed.add(load.job.id)
         self._settle()
         return results
 
@@ -184,12 +190,18 @@ class WorkerSide:
                 load.is_reported = True
                 written = set().union(*map(_written, load.job.parts))
                 results.add(load.job.request_id, written, is_whole=False)
+                self._failed.add(load.job.id)
         return results
 
     def take_settled(self) -> Counter[int]:
         """Return the jobs that have settled since the last call."""
         settled, self._settled = self._settled, Counter()
         return settled
+
+    def take_failed(self) -> frozenset[int]:
+        """Return the jobs of which something has failed since the last call, a refusal of the daemon's included."""
+        failed, self._failed = self._failed, set()
+        return frozenset(failed)
 
     def close(self) -> None:
         """Leave the daemon, which unmaps this worker's memory."""
@@ -274,11 +286,26 @@ class WorkerSide:
         for load in self._loads:
             if load.is_over:
                 self._settled[load.job.id] += 1
+                self._count_loaded(load.pending)
         self._loads = [load for load in self._loads if not load.is_over]
         for number, pending in list(self._stores.items()):
             if all(one.is_over for one in pending):
                 del self._stores[number]
                 self._settled[number] += 1
+                if not self._count_stored(pending):
+                    self._failed.add(number)
+
+    def _count_loaded(self, pending: Iterable[Pending]) -> None:
+        for one in pending:
+            if isinstance(one.reply, wire.RetrieveReply):
+                self._tally.add("chunks_loaded", one.reply.num_chunks - len(one.reply.failed))
+
+    def _count_stored(self, pending: Sequence[Pending]) -> bool:
+        """Count a store's chunks, and return whether the daemon has all of them."""
+        replies = [one.reply for one in pending if isinstance(one.reply, wire.StoreReply)]
+        for reply in replies:
+            self._tally.note_stored(reply)
+        return len(replies) == len(pending) and not any(reply.num_refused for reply in replies)
 
 
 def _written(part: LoadPart) -> set[int]:
