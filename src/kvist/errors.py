@@ -5,6 +5,7 @@
   + LayoutError             a KV layout does not describe real, disjoint memory, or is of a kind not served
   + DeviceError             an accelerator, or the software that reaches it, fails or is missing
   + KeyInvalid              something cannot be part of a key: too long, out of range
+  + UnknownEngine           no connected engine has this name, or several that share no keys do
   + ProtocolError           a peer broke the wire contract; its connection is closed
     - VersionMismatch       the two ends do not share a protocol version
   + Refused                 the daemon understood the request, and the answer is no
@@ -50,6 +51,10 @@ class DeviceError(KvistError):
 
 class KeyInvalid(KvistError):
     """A value cannot be part of a key."""
+
+
+class UnknownEngine(KvistError):
+    """No connected engine is meant, or several are that share no keys."""
 
 
 class ProtocolError(KvistError):
