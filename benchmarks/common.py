@@ -37,7 +37,7 @@ def daemon(pool: str) -> Iterator[tuple[str, int]]:
     """Run ``kvist serve``; yield its socket and its pid."""
     with tempfile.TemporaryDirectory(prefix="kvist-bench-") as folder:
         socket = f"{folder}/kvist.sock"
-        command = [sys.executable, "-m", "kvist", "serve", "--pool", pool, "--socket", socket]
+        command = [sys.executable, "-m", "kvist", "serve", "--pool", pool, "--socket", socket, "--http", "off"]
         with open(f"{folder}/log", "wb") as log:
             process = subprocess.Popen(command, stderr=log)
         try:

@@ -81,7 +81,7 @@ def daemon_killed() -> None:
     endings, returns = [], []
     with tempfile.TemporaryDirectory(prefix="kvist-bench-") as folder:
         socket = f"{folder}/kvist.sock"
-        command = [sys.executable, "-m", "kvist", "serve", "--pool", "256MiB", "--socket", socket]
+        command = [sys.executable, "-m", "kvist", "serve", "--pool", "256MiB", "--socket", socket, "--http", "off"]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         wait_until(lambda: os.path.exists(socket), 60)
         engine = FakeEngine(socket, SHAPE)

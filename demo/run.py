@@ -60,7 +60,7 @@ def daemon(folder: Path) -> Iterator[str]:
     """Run ``kvist serve``; yield its socket."""
     socket = str(folder / "kvist.sock")
     command = [sys.executable, "-m", "kvist", "serve", "--pool", "1GiB", "--socket", socket, "--log-level", "warning"]
-    process = subprocess.Popen([*command, "--disk", str(folder / "disk"), "--disk-size", "1GiB"])
+    process = subprocess.Popen([*command, "--http", "off", "--disk", str(folder / "disk"), "--disk-size", "1GiB"])
     try:
         deadline = time.monotonic() + 60
         while not os.path.exists(socket):

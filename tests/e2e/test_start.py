@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 
 def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the program until it gives up."""
-    surrounding = {"PATH": "/usr/bin:/bin", "COLUMNS": "500", **environment}
+    surrounding = {"PATH": "/usr/bin:/bin", "COLUMNS": "500", "KVIST_HTTP": "off", **environment}
     return subprocess.run(
         command("serve", *arguments), capture_output=True, text=True, timeout=60, check=False, env=surrounding
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -34,7 +35,7 @@ class Daemon:
     ) -> None:
         self.path = str(folder / socket)
         self.log = folder / "daemon.log"
-        self._arguments = ["serve", "--pool", pool, "--socket", self.path, *arguments]
+        self._arguments = ["serve", "--pool", pool, "--socket", self.path, "--http", "off", *arguments]
         self._observer = Client(self.path, engine_id="observer", name="test", deadline_s=START_S)
         self.start()
 
@@ -82,6 +83,18 @@ class Daemon:
         """Return how often its loop has waited, as opposed to having been interrupted."""
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
         return int(fields["voluntary_ctxt_switches"])
+
+    @property
+    def url(self) -> str:
+        """Where it answers HTTP, which it says before it is ready."""
+        wait_until(lambda: "kvist: ready" in self.log.read_text(), deadline_s=START_S)
+        return re.findall(r"^kvist: (http://\S+)$", self.log.read_text(), re.MULTILINE)[-1]
+
+    @property
+    def http_pid(self) -> int:
+        """The process that it has started last to answer HTTP."""
+        wait_until(lambda: self.num_logged("http process started"), deadline_s=START_S)
+        return int(re.findall(r"http process started pid=(\d+)", self.log.read_text())[-1])
 
     def num_logged(self, text: str) -> int:
         return self.log.read_text().count(text)

@@ -144,6 +144,11 @@ def test_the_program_runs_without_an_engine():
     assert loaded.isdisjoint({"torch", "vllm", "sglang", "transformers"})
 
 
+def test_the_daemon_runs_without_a_web_framework():
+    """HTTP is another process's: neither the daemon nor the command that starts it loads what answers it."""
+    assert imported_by("kvist.cli.main").isdisjoint({"starlette", "uvicorn", "h11", "anyio", "prometheus_client"})
+
+
 def test_importing_does_nothing():
     """The package by itself reads no environment, finds no device and loads nothing but the standard library."""
     assert imported_by("kvist") - set(sys.stdlib_module_names) == {"kvist"}

@@ -45,18 +45,23 @@ def serve(  # noqa: PLR0913 -- an argument is an option
     ] = None,
     disk_size: Annotated[str | None, typer.Option(help="Bytes on disk, in all, such as 200GiB.")] = None,
     disk_write: Annotated[str | None, typer.Option(help="Write a chunk always, or on its second-use.")] = None,
+    http: Annotated[str | None, typer.Option(help="HOST:PORT for HTTP, or off.")] = None,
+    http_token_file: Annotated[
+        str | None, typer.Option(help="A file with what HTTP callers must present.", metavar="PATH")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with any of the options.")] = None,
 ) -> None:
     """Run the daemon of this host until it is told to stop (SIGTERM, Ctrl-C)."""
     flags = {
         "pool": pool, "socket": socket, "lease_ttl_s": lease_ttl_s, "isolate": isolate, "log_level": log_level,
-        "disk": disk or None, "disk_size": disk_size, "disk_write": disk_write,
+        "disk": disk or None, "disk_size": disk_size, "disk_write": disk_write, "http": http,
+        "http_token_file": http_token_file,
     }  # fmt: skip
     try:
         options = load_config(config, flags, process_environment())
         _configure_logging(options.log_level)
-        run(options, on_progress=_Progress(options), on_ready=lambda: errors.print("kvist: ready", highlight=False))
+        run(options, on_progress=_Progress(options), on_ready=_print_ready)
     except ConfigError as error:
         print_error(error)
         raise typer.Exit(2) from None
@@ -87,6 +92,12 @@ def status(
 def version() -> None:
     """Show the versions of this program and of its protocol."""
     output.print(f"kvist {__version__}, protocol {wire.PROTOCOL_VERSION}", highlight=False)
+
+
+def _print_ready(url: str) -> None:
+    if url:
+        errors.print(f"kvist: {url}", highlight=False)
+    errors.print("kvist: ready", highlight=False)
 
 
 class _Progress:

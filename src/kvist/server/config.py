@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from kvist.errors import ConfigError
+from kvist.server.web import parse_address
 from kvist.tiering.controller import WritePolicy
 from kvist.units import GIB, parse_nbytes
 from kvist.wire.address import SOCKET_PATH_NBYTES_MAX, default_socket_path
@@ -55,6 +56,10 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a chunk is written to disk: ``always`` or on its ``second-use``."""
     drain_s: float = 10.0
     """How long a stop waits for copies that have begun, and for the disk."""
+    http: str = "127.0.0.1:8437"
+    """Where HTTP is answered, as ``host:port``, or ``off``."""
+    http_token_file: str = ""
+    """A file with what HTTP callers must present; needed where other machines can reach ``http``."""
     log_level: str = "info"
     """``debug``, ``info``, ``warning`` or ``error``."""
 
@@ -71,6 +76,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"disk_write: {self.disk_write!r} is none of {', '.join(policies)}")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level: {self.log_level!r} is none of debug, info, warning, error")
+        parse_address(self.http)
         if len(self.socket_path.encode()) > SOCKET_PATH_NBYTES_MAX:
             raise ConfigError(
                 f"socket: {self.socket_path!r} is longer than the {SOCKET_PATH_NBYTES_MAX} bytes of a Unix address"

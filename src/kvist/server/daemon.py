@@ -2,7 +2,7 @@
 
 The law of the stop: new work is refused, copies that have begun are finished and answered (for at most ``drain_s``)
 and what was stored goes to the tiers; then sessions end, memory is unmapped, threads are joined, the socket's path is
-gone, and the tiers are closed, with what a later start needs of them.
+gone, and the tiers are closed, with what a later start needs of them. HTTP is answered until sessions have ended.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +31,7 @@ from kvist.server.readiness import Supervisor
 from kvist.server.runtime import Runtime
 from kvist.server.service import CacheService
 from kvist.server.transport import Transport, descriptors_max
+from kvist.server.web import Door, open_door, supervise
 from kvist.storage.base import Tier
 from kvist.storage.disk.tier import DiskTier
 from kvist.storage.pool import Pool, measure_memcpy, open_pool
@@ -47,30 +49,38 @@ _TICK_S: Final = 0.25
 _POPULATE_THREADS_MAX: Final = 16
 
 
-def run(config: ServeConfig, *, on_progress: Callable[[int], None], on_ready: Callable[[], None]) -> None:
+def run(config: ServeConfig, *, on_progress: Callable[[int], None], on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    ``on_progress`` is told how many bytes of the pool are present, ``on_ready`` that clients can connect.
+    ``on_progress`` is told how many bytes of the pool are present, ``on_ready`` that clients can connect, and where
+    HTTP is, if it is anywhere.
 
     Raises:
-        ConfigError: the pool or the socket cannot be had; nothing is left behind.
+        ConfigError: the pool, the socket or HTTP's address cannot be had; nothing is left behind.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     _raise_descriptor_limit()
     supervisor = Supervisor(process_environment())
     supervisor.starting(f"making a pool of {format_nbytes(config.pool)} present")
     num_threads = min(_POPULATE_THREADS_MAX, os.cpu_count() or 1)
-    began_at = time.monotonic()
-    pool = open_pool(config.pool, num_threads=num_threads, on_progress=on_progress)
-    try:
+    with ExitStack() as stack:
+        door = open_door(config.http, config.http_token_file)
+        if door is not None:
+            stack.callback(door.close)
+        began_at = time.monotonic()
+        pool = open_pool(config.pool, num_threads=num_threads, on_progress=on_progress)
+        stack.callback(pool.close)
         rates = {"populate": pool.nbytes / (time.monotonic() - began_at), "memcpy": measure_memcpy(pool)}
-        uvloop.run(_serve(config, pool, rates, supervisor, on_ready))
-    finally:
-        pool.close()
+        uvloop.run(_serve(config, pool, rates, door, supervisor, on_ready))
 
 
 async def _serve(
-    config: ServeConfig, pool: Pool, rates: Mapping[str, float], supervisor: Supervisor, on_ready: Callable[[], None]
+    config: ServeConfig,
+    pool: Pool,
+    rates: Mapping[str, float],
+    door: Door | None,
+    supervisor: Supervisor,
+    on_ready: Callable[[str], None],
 ) -> None:
     loop = asyncio.get_running_loop()
     lanes = Lanes(DeviceContext(pool, config.copy_threads), queue_max=config.copies_max)
@@ -94,7 +104,7 @@ async def _serve(
             service, config.socket_path, boot_id=boot_id, allow_uids=config.allow_uids,
             sessions_max=config.sessions_max, limits=limits,
         )  # fmt: skip
-        await _until_signalled(config, service, transport, supervisor, on_ready)
+        await _until_signalled(config, service, transport, door, supervisor, on_ready)
     finally:
         lanes.close()
         for tier in tiers:
@@ -120,21 +130,27 @@ def _open_tiers(config: ServeConfig) -> list[Tier]:
 
 
 async def _until_signalled(
-    config: ServeConfig, service: CacheService, transport: Transport, supervisor: Supervisor,
-    on_ready: Callable[[], None],
-) -> None:  # fmt: skip
+    config: ServeConfig,
+    service: CacheService,
+    transport: Transport,
+    door: Door | None,
+    supervisor: Supervisor,
+    on_ready: Callable[[str], None],
+) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with asyncio.TaskGroup() as tasks:
-        expiry = tasks.create_task(_expire_leases(service))
+        beside = [tasks.create_task(_expire_leases(service))]
+        if door is not None:
+            beside.append(tasks.create_task(supervise(door, config.socket_path)))
         logger.info(
             "serving version=%s pid=%d socket=%s pool=%s descriptors_max=%d",
             __version__, os.getpid(), config.socket_path, format_nbytes(config.pool), descriptors_max(),
         )  # fmt: skip
         supervisor.ready(f"serving {config.socket_path} with a pool of {format_nbytes(config.pool)}")
-        on_ready()
+        on_ready("" if door is None else door.url)
         await stop.wait()
         supervisor.stopping(f"finishing {service.num_copies_in_flight} copies")
         logger.info("stopping copies=%d", service.num_copies_in_flight)
@@ -142,7 +158,8 @@ async def _until_signalled(
         transport.stop_listening()
         await service.wait_drained(config.drain_s)
         await transport.close()
-        expiry.cancel()
+        for task in beside:
+            task.cancel()
     logger.info("stopped")
 
 

@@ -1,0 +1,144 @@
+"""The routes, and what each of them answers.
+
+The laws: a route shows what the daemon says over its socket, and nothing of this process, its files or its environment;
+it runs no code that comes with a request. Health never waits for the daemon.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvist.client.client import Build
+from kvist.client.locating import Located, locate
+from kvist.errors import KvistError, Unreachable
+from kvist.web.answers import answer, answer_text, on_fault, on_http_error, on_kvist_error, read_body
+from kvist.web.guard import Guard
+from kvist.web.metrics import Exposition
+from kvist.web.openapi import Endpoint, describe
+from kvist.watching.watcher import Sample, Watcher
+from kvist.wire import messages as wire
+
+FRESH_S: Final = 0.5
+"""How old a sample may be that is shown as what is so now."""
+SILENT_S_MAX: Final = 5.0
+"""For how long the daemon may say nothing and be called healthy."""
+
+
+class Healthy(msgspec.Struct, frozen=True):
+    """The daemon has answered lately."""
+
+    silent_s: float
+    """For how many seconds it has not."""
+
+
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt to look for."""
+
+    tokens: list[int]
+    engine: str = ""
+    """An engine's id or a model's name; empty if only one set of keys is in use."""
+    adapter: str = ""
+    salt: str = ""
+
+
+def make_app(watcher: Watcher, *, token: str = "", is_loopback: bool = True) -> Starlette:
+    """Return the application. With a ``token``, all but health, metrics and ``/openapi.json`` asks for it."""
+    routes = _Routes(watcher)
+    endpoints = routes.table()
+    guard = Middleware(
+        Guard,
+        token=token,
+        is_loopback=is_loopback,
+        open_paths=frozenset(one.path for one in endpoints if one.is_open),
+    )
+    return Starlette(
+        routes=[Route(one.path, one.handle, methods=[one.method]) for one in endpoints],
+        middleware=[guard],
+        exception_handlers={HTTPException: on_http_error, KvistError: on_kvist_error, Exception: on_fault},
+    )
+
+
+class _Routes:
+    """What is answered, out of what the watcher sees. Plain functions run on threads, and may wait for the daemon."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._exposition = Exposition(lambda: watcher.recent(FRESH_S))
+        self._document = describe(self.table())
+
+    def table(self) -> list[Endpoint]:
+        """Return every route."""
+        return [
+            Endpoint("GET", "/healthz", "Whether the daemon answers.", self._healthz, Healthy, is_open=True),
+            Endpoint("GET", "/readyz", "Whether it takes new work.", self._readyz, Healthy, is_open=True),
+            Endpoint("GET", "/metrics", "Counters for Prometheus.", self._metrics, str, is_open=True),
+            Endpoint("GET", "/status", "What 'kvist status --json' prints.", self._status, wire.StatusReply),
+            Endpoint("GET", "/api/sessions", "Who is connected.", self._sessions, wire.Description),
+            Endpoint("POST", "/api/lookup", "Where a prompt's chunks are.", self._lookup, Located, takes=Prompt),
+            Endpoint("GET", "/openapi.json", "This description.", self._describe, dict, is_open=True),
+        ]
+
+    async def _healthz(self, _: Request) -> Response:
+        return answer(self._healthy())
+
+    async def _readyz(self, _: Request) -> Response:
+        healthy = self._healthy()
+        latest = self._watcher.latest
+        if latest is not None and latest.status.is_draining:
+            raise Unreachable(f"the daemon (pid {latest.status.pid}) is stopping")
+        return answer(healthy)
+
+    def _healthy(self) -> Healthy:
+        """Return for how long the daemon has said nothing.
+
+        Raises:
+            Unreachable: for too long.
+        """
+        silent_s = self._watcher.silent_s
+        if silent_s > SILENT_S_MAX:
+            raise Unreachable(self._watcher.failure or f"the daemon has said nothing for {silent_s:.1f} s")
+        return Healthy(silent_s)
+
+    def _metrics(self, _: Request) -> Response:
+        return answer_text(self._exposition.render(), self._exposition.content_type)
+
+    def _status(self, _: Request) -> Response:
+        return answer(self._sample().status)
+
+    def _sessions(self, _: Request) -> Response:
+        return answer(self._watcher.ask(wire.Describe, wire.Description))
+
+    async def _lookup(self, request: Request) -> Response:
+        return answer(await run_in_threadpool(self._locate, await read_body(request, Prompt)))
+
+    def _locate(self, prompt: Prompt) -> Located:
+        def ask(build: Build) -> wire.Found:
+            return self._watcher.ask(build, wire.Found)
+
+        return locate(
+            ask, self._sample().sessions, prompt.tokens,
+            engine=prompt.engine, adapter=prompt.adapter, salt=prompt.salt,
+        )  # fmt: skip
+
+    async def _describe(self, _: Request) -> Response:
+        return answer(self._document)
+
+    def _sample(self) -> Sample:
+        """Return what is so now.
+
+        Raises:
+            Unreachable: the daemon does not say.
+        """
+        sample = self._watcher.recent(FRESH_S)
+        if sample is None:
+            raise Unreachable(self._watcher.failure)
+        return sample
