@@ -20,11 +20,11 @@ from starlette.routing import Route
 from kvist.client.client import Build
 from kvist.client.locating import Located, locate
 from kvist.errors import KvistError, Unreachable
+from kvist.watching.watcher import Sample, Watcher
 from kvist.web.answers import answer, answer_text, on_fault, on_http_error, on_kvist_error, read_body
 from kvist.web.guard import Guard
 from kvist.web.metrics import Exposition
 from kvist.web.openapi import Endpoint, describe
-from kvist.watching.watcher import Sample, Watcher
 from kvist.wire import messages as wire
 
 FRESH_S: Final = 0.5

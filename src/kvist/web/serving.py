@@ -14,8 +14,8 @@ from typing import Final
 
 import uvicorn
 
-from kvist.web.app import make_app
 from kvist.watching.watcher import PERIOD_S, Watcher
+from kvist.web.app import make_app
 
 CONNECTIONS_MAX: Final = 128
 """Whoever comes when so many are open is told to come later."""

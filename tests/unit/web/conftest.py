@@ -9,8 +9,8 @@ from starlette.applications import Starlette
 
 from kvist.model.keys import as_tokens, chain_digests, root_digest
 from kvist.server.sessions import Peer
-from kvist.web.app import make_app
 from kvist.watching.watcher import Watcher
+from kvist.web.app import make_app
 from kvist.wire import messages as wire
 from kvist.wire.describing import parse_namespace
 from tests.support.engine import packed
