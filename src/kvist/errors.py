@@ -6,6 +6,7 @@
     - FenceError            an event of another process cannot be opened
   + DeviceError             an accelerator, or the software that reaches it, fails or is missing
   + KeyInvalid              something cannot be part of a key: too long, out of range
+  + UnknownEngine           no connected engine has this name, or several that share no keys do
   + ProtocolError           a peer broke the wire contract; its connection is closed
     - VersionMismatch       the two ends do not share a protocol version
   + Refused                 the daemon understood the request, and the answer is no
@@ -56,6 +57,10 @@ class DeviceError(KvistError):
 
 class KeyInvalid(KvistError):
     """A value cannot be part of a key."""
+
+
+class UnknownEngine(KvistError):
+    """No connected engine is meant, or several are that share no keys."""
 
 
 class ProtocolError(KvistError):
