@@ -6,13 +6,15 @@ Exit codes: 0 nothing worse than a note, 1 warnings or problems, 2 wrong argumen
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.text import Text
 
+from kvist.cli.asking import Json
+from kvist.cli.flags import ConfigFile, with_flags
 from kvist.cli.output import output, print_error, print_json
 from kvist.doctor.examination import Questions, examine, look
 from kvist.doctor.facts import NotKnown
@@ -20,6 +22,7 @@ from kvist.doctor.findings import Finding, Level, is_clean
 from kvist.errors import ConfigError
 from kvist.server.config import ServeConfig, load_config, process_environment
 
+EPILOG: Final = "Example: kvist doctor --vllm 'Qwen/Qwen3-8B --kv-transfer-config {...}'"
 _MARKS: Final = {
     Level.OK: ("✔", "green"),
     Level.NOTE: ("·", "cyan"),
@@ -28,42 +31,33 @@ _MARKS: Final = {
 }
 
 
+@with_flags
 def command(  # noqa: PLR0913 -- an argument is an option
-    socket: Annotated[str | None, typer.Option(help="Path of the daemon's Unix socket.")] = None,
-    disk: Annotated[
-        list[str] | None, typer.Option(help="A directory of the disk tier; repeat it for more.", metavar="PATH")
-    ] = None,
+    flags: Mapping[str, Any],
+    config: ConfigFile = None,
     vllm: Annotated[str | None, typer.Option(help="What follows 'vllm serve', as one text.", metavar="ARGS")] = None,
     vllm_config: Annotated[
         str | None, typer.Option(help="The value of vLLM's --kv-transfer-config.", metavar="JSON")
     ] = None,
     gpu: Annotated[bool, typer.Option(help="Look at GPUs, and try to share their memory.")] = True,
-    serve: Annotated[bool, typer.Option("--serve", help="Look at a daemon that is to be started.")] = False,
-    pool: Annotated[str | None, typer.Option(help="With --serve: as of kvist serve.")] = None,
-    lease_ttl_s: Annotated[float | None, typer.Option(help="With --serve: as of kvist serve.")] = None,
-    isolate: Annotated[bool | None, typer.Option(help="With --serve: as of kvist serve.")] = None,
-    disk_size: Annotated[str | None, typer.Option(help="With --serve: as of kvist serve.")] = None,
-    disk_write: Annotated[str | None, typer.Option(help="With --serve: as of kvist serve.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="With --serve: as of kvist serve.")] = None,
-    config: Annotated[Path | None, typer.Option(help="With --serve: as of kvist serve.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Look at a daemon that is to be started, with these options of kvist serve.")
+    ] = False,
+    json: Json = False,
 ) -> None:
     """Find out why something does not work, or does not help."""
     logging.disable()
-    flags = {
-        "pool": pool, "lease_ttl_s": lease_ttl_s, "isolate": isolate, "disk_size": disk_size, "disk_write": disk_write,
-        "log_level": log_level,
-    }  # fmt: skip
-    given = [name for name, value in {**flags, "config": config}.items() if value is not None]
+    given = [name for name in (*flags, *(["config"] if config is not None else [])) if name not in ("socket", "disk")]
     try:
         if given and not serve:
             raise ConfigError(f"--{given[0].replace('_', '-')} says how to serve; add --serve")
         if vllm is not None and vllm_config is not None:
             raise ConfigError(f"--vllm {vllm!r} and --vllm-config {vllm_config!r} say the same; give one of them")
-        planned = _read_config(config, {**flags, "socket": socket, "disk": disk or None}) if serve else None
-        facts = look(
-            Questions(socket, tuple(disk or ()), vllm, vllm_config, planned, has_gpus=gpu), process_environment()
+        planned = _read_config(config, flags) if serve else None
+        questions = Questions(
+            flags.get("socket"), tuple(flags.get("disk", ())), vllm, vllm_config, planned, has_gpus=gpu
         )
+        facts = look(questions, process_environment())
     except ConfigError as error:
         print_error(error)
         raise typer.Exit(2) from None
@@ -76,7 +70,7 @@ def command(  # noqa: PLR0913 -- an argument is an option
         raise typer.Exit(1)
 
 
-def _read_config(file: Path | None, flags: dict[str, object]) -> ServeConfig | NotKnown:
+def _read_config(file: Path | None, flags: Mapping[str, Any]) -> ServeConfig | NotKnown:
     try:
         return load_config(file, flags, process_environment())
     except ConfigError as error:

@@ -11,6 +11,7 @@ import os
 import tomllib
 import typing
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -88,13 +89,34 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.socket or default_socket_path(os.getuid())
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A configuration, and where each of its values comes from."""
+
+    config: ServeConfig
+    sources: Mapping[str, str]
+    """By key: a file's path, ``the environment``, ``the command line`` or ``the default``."""
+
+
 def load_config(file: Path | None, flags: Mapping[str, Any], environment: Mapping[str, str]) -> ServeConfig:
+    """Return the configuration of ``load_settings``.
+
+    Raises:
+        ConfigError: as there.
+    """
+    return load_settings(file, flags, environment).config
+
+
+def load_settings(file: Path | None, flags: Mapping[str, Any], environment: Mapping[str, str]) -> Settings:
     """Merge defaults, ``file``, environment (``KVIST_POOL=8GiB``) and ``flags``; later ones win.
+
+    A flag of None is none.
 
     Raises:
         ConfigError: an unknown key, or a value that does not fit; names the key and where it came from.
     """
     values: dict[str, Any] = {}
+    sources = dict.fromkeys(ServeConfig.__struct_fields__, "the default")
     for source, layer in (
         (str(file), _read_file(file)),
         ("the environment", _read_environment(environment)),
@@ -105,12 +127,13 @@ def load_config(file: Path | None, flags: Mapping[str, Any], environment: Mappin
                 known = ", ".join(ServeConfig.__struct_fields__)
                 raise ConfigError(f"unknown key {key!r} in {source}; known keys: {known}")
             values[key] = _convert(key, value, source)
+            sources[key] = source
     config = ServeConfig(**values)
     if config.disk and not config.disk_size:
         raise ConfigError(f"disk: say how much of {', '.join(config.disk)} may be used, such as --disk-size 200GiB")
     if config.disk_size and not config.disk:
         raise ConfigError(f"disk_size: {config.disk_size} bytes, but no directory to keep them in; add --disk PATH")
-    return config
+    return Settings(config, sources)
 
 
 def process_environment() -> Mapping[str, str]:

@@ -31,6 +31,29 @@ class Find(msgspec.Struct, frozen=True, tag="find"):
     """Of each layer group, by its number."""
 
 
+class Purge(msgspec.Struct, frozen=True, tag="purge"):
+    """Drop what a tenant has, what is of a model, what is both, or everything, in the pool and in all tiers."""
+
+    id: int
+    tenant: str | None = None
+    """None is any, ``""`` those who have named none."""
+    model: str | None = None
+
+
+class PurgeReply(msgspec.Struct, frozen=True, tag="purge_reply"):
+    """What was dropped can not be found any more."""
+
+    id: int
+    num_chunks: int
+    """Dropped from the pool."""
+    nbytes: int
+    """That they have taken of it."""
+    num_kept: int
+    """Pinned, being written, or above such: they stay, and another purge takes them when they are let go."""
+    tiers: dict[str, int] = {}
+    """Chunks dropped from each tier, by its name."""
+
+
 class HistogramStatus(msgspec.Struct, frozen=True):
     """How long something took, since the start."""
 

@@ -20,6 +20,8 @@ from kvist.wire.inspection import Find as Find
 from kvist.wire.inspection import Found as Found
 from kvist.wire.inspection import FoundRow as FoundRow
 from kvist.wire.inspection import HistogramStatus as HistogramStatus
+from kvist.wire.inspection import Purge as Purge
+from kvist.wire.inspection import PurgeReply as PurgeReply
 from kvist.wire.inspection import SessionRow as SessionRow
 from kvist.wire.inspection import SessionStatus as SessionStatus
 from kvist.wire.inspection import Status as Status
