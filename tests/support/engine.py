@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvist.client.client import Client, Pending
+from kvist.client.client import About, Client, Pending
 from kvist.model.handles import HOST, MemoryHandle
 from kvist.model.keys import Namespace, as_tokens, chain_digests, root_digest, split_digests
 from kvist.model.rows import Row, RowMemory, row_memory
 from kvist.wire import messages as wire
-from kvist.wire.describing import describe_memory, describe_row
+from kvist.wire.describing import describe_memory, describe_namespace, describe_row
 from tests.support.layouts import ChunkMap, Laid, Shape, nhd
 from tests.support.memory import GUARD, SharedMemory, stamp
 
@@ -55,7 +55,10 @@ class FakeEngine:
         self.free_blocks = list(range(laid.group.num_blocks))
         for memory in self.memory if is_guarded else []:
             memory.bytes[:] = GUARD
-        self.client = Client(path, engine_id=engine_id, name=name, deadline_s=deadline_s, registrar=self._registration)
+        about = About(describe_namespace(namespace), (wire.NeedSpec("full"),), {"engine": "fake 1"})
+        self.client = Client(
+            path, engine_id=engine_id, name=name, about=about, deadline_s=deadline_s, registrar=self._registration
+        )
 
     def __enter__(self) -> FakeEngine:
         return self

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -49,11 +50,23 @@ _TICK_S: Final = 0.25
 _POPULATE_THREADS_MAX: Final = 16
 
 
-def run(config: ServeConfig, *, on_progress: Callable[[int], None], on_ready: Callable[[str], None]) -> None:
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What people are told when clients can connect."""
+
+    status: wire.StatusReply
+    """With what was measured."""
+    url: str
+    """Where HTTP is; empty if it is nowhere."""
+
+
+OnReady = Callable[[Started], None]
+
+
+def run(config: ServeConfig, *, on_progress: Callable[[int], None], on_ready: OnReady) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    ``on_progress`` is told how many bytes of the pool are present, ``on_ready`` that clients can connect, and where
-    HTTP is, if it is anywhere.
+    ``on_progress`` is told how many bytes of the pool are present, ``on_ready`` that clients can connect.
 
     Raises:
         ConfigError: the pool, the socket or HTTP's address cannot be had; nothing is left behind.
@@ -80,7 +93,7 @@ async def _serve(
     rates: Mapping[str, float],
     door: Door | None,
     supervisor: Supervisor,
-    on_ready: Callable[[str], None],
+    on_ready: OnReady,
 ) -> None:
     loop = asyncio.get_running_loop()
     lanes = Lanes(DeviceContext(pool, config.copy_threads), queue_max=config.copies_max)
@@ -135,7 +148,7 @@ async def _until_signalled(
     transport: Transport,
     door: Door | None,
     supervisor: Supervisor,
-    on_ready: Callable[[str], None],
+    on_ready: OnReady,
 ) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -150,7 +163,7 @@ async def _until_signalled(
             __version__, os.getpid(), config.socket_path, format_nbytes(config.pool), descriptors_max(),
         )  # fmt: skip
         supervisor.ready(f"serving {config.socket_path} with a pool of {format_nbytes(config.pool)}")
-        on_ready("" if door is None else door.url)
+        on_ready(Started(service.status(0), "" if door is None else door.url))
         await stop.wait()
         supervisor.stopping(f"finishing {service.num_copies_in_flight} copies")
         logger.info("stopping copies=%d", service.num_copies_in_flight)
