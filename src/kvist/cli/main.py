@@ -38,6 +38,10 @@ def serve(  # noqa: PLR0913 -- an argument is an option
         bool | None,
         typer.Option(help="Give the pool to no engine: the daemon alone copies."),
     ] = None,
+    tenant_quota: Annotated[
+        list[str] | None,
+        typer.Option(help="Most bytes of the pool for a tenant; repeat it. * is every other.", metavar="NAME=BYTES"),
+    ] = None,
     disk: Annotated[
         list[str] | None,
         typer.Option(help="A directory for chunks beyond the pool; repeat it for more drives.", metavar="PATH"),
@@ -50,7 +54,7 @@ def serve(  # noqa: PLR0913 -- an argument is an option
     """Run the daemon of this host until it is told to stop (SIGTERM, Ctrl-C)."""
     flags = {
         "pool": pool, "socket": socket, "lease_ttl_s": lease_ttl_s, "isolate": isolate, "log_level": log_level,
-        "disk": disk or None, "disk_size": disk_size, "disk_write": disk_write,
+        "tenant_quota": tenant_quota or None, "disk": disk or None, "disk_size": disk_size, "disk_write": disk_write,
     }  # fmt: skip
     try:
         options = load_config(config, flags, process_environment())
@@ -111,12 +115,19 @@ def _status_table(reply: wire.StatusReply) -> Table:
     table.add_row("sessions", f"{reply.num_sessions}, {reply.num_registered} with KV memory")
     table.add_row("leases", str(reply.num_leases))
     table.add_row("copies in flight", str(reply.num_copies_in_flight))
+    for tenant in reply.tenants if len(reply.tenants) > 1 or any(one.quota_nbytes for one in reply.tenants) else ():
+        table.add_row(f"tenant {tenant.name or '(no name)'}", _tenant_line(tenant))
     for tier in reply.tiers:
         table.add_row(tier.name, f"off: {tier.off_reason}" if tier.off_reason else _tier_line(tier))
     table.add_section()
     for name, value in sorted(reply.counters.items()):
         table.add_row(name, format_nbytes(value) if name.startswith("bytes_") else str(value))
     return table
+
+
+def _tenant_line(tenant: wire.TenantStatus) -> str:
+    quota = f" of {format_nbytes(tenant.quota_nbytes)}" if tenant.quota_nbytes else ""
+    return f"{format_nbytes(tenant.nbytes)}{quota}, {tenant.num_chunks} chunks; {tenant.num_evicted} evicted"
 
 
 def _tier_line(tier: wire.TierStatus) -> str:

@@ -80,7 +80,7 @@ async def _serve(config: ServeConfig, pool: Pool, on_ready: Callable[[], None]) 
     tiers = _open_tiers(config)
     behind = TiersBehind(pool.view, tiers, WritePolicy(config.disk_write))
     service = CacheService(
-        runtime, SlotAllocator(pool.nbytes), LeastRecentlyUsed(), pool_nbytes=pool.nbytes, limits=limits, behind=behind
+        runtime, SlotAllocator(pool.nbytes), LeastRecentlyUsed(), limits=limits, behind=behind, quotas=config.quotas
     )
     try:
         transport = Transport(

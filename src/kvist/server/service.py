@@ -15,6 +15,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +25,26 @@ from kvist.index.chunk_index import Chunk, ChunkIndex
 from kvist.index.eviction import EvictionPolicy
 from kvist.index.leases import Held, Lease, LeaseId, LeaseTable, SessionId
 from kvist.index.prefixes import add_tail, find_prefix
+from kvist.index.tenants import Tenants
 from kvist.model.layout import GroupKind
+from kvist.model.owners import OTHERS, Quotas
 from kvist.model.rows import Row, RowMemory
 from kvist.model.transfer import CHECKSUM_NBYTES, Direction
-from kvist.server.parsing import parse_blocks, parse_chunk_s, parse_digests, parse_needs, parse_tail, parse_tails
+from kvist.server.parsing import (
+    parse_blocks,
+    parse_chunk_s,
+    parse_digests,
+    parse_needs,
+    parse_owner,
+    parse_tail,
+    parse_tails,
+)  # fmt: skip
+from kvist.server.purging import Purger
 from kvist.server.registering import Registrar
 from kvist.server.runtime import Runtime
 from kvist.server.sessions import Peer, Registration, Send, Session, num_registered
 from kvist.storage.base import TierStats
-from kvist.storage.slots import SlotAllocator
+from kvist.storage.slots import SLOT_ALIGNMENT, SlotAllocator
 from kvist.tiering.controller import TierController, TiersBehind
 from kvist.tiering.promoting import Wanted
 from kvist.tiering.reserving import Reserver
@@ -42,6 +54,9 @@ from kvist.wire import messages as wire
 from kvist.wire.codec import KEPT_FDS_MAX
 
 logger = logging.getLogger(__name__)
+
+_TENANTS_MAX: Final = 64
+"""Lines of a status, the largest tenants'."""
 
 
 class CacheService:
@@ -53,22 +68,23 @@ class CacheService:
         slots: SlotAllocator,
         policy: EvictionPolicy,
         *,
-        pool_nbytes: int,
         limits: wire.Limits,
         behind: TiersBehind | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self._runtime = runtime
         self._slots = slots
-        self._index = ChunkIndex(policy, slots.free)
+        tenants = Tenants(quotas or Quotas(), slots.nbytes, slot_alignment=SLOT_ALIGNMENT)
+        self._index = ChunkIndex(policy, slots.free, tenants)
         self._reserver = Reserver(self._index, slots)
         self._tiers = TierController(
             behind or TiersBehind(), self._index, self._reserver, runtime.post, on_quiet=self._note_quiet
         )
+        self._purger = Purger(self._index, self._tiers, runtime.post)
         self._leases = LeaseTable(self._index, ttl_s=limits.lease_ttl_s, new_id=runtime.new_id)
         self._registrar = Registrar(
-            runtime, slots, pool_nbytes=pool_nbytes, orders_max=limits.requests_max, on_over=self._close_if_drained
+            runtime, slots, pool_nbytes=slots.nbytes, orders_max=limits.requests_max, on_over=self._close_if_drained
         )
-        self._pool_nbytes = pool_nbytes
         self._limits = limits
         self._sessions: dict[SessionId, Session] = {}
         self._session_ids = itertools.count(1)
@@ -80,7 +96,8 @@ class CacheService:
 
     def open_session(self, peer: Peer, hello: wire.Hello, send: Send) -> Session:
         """Begin a session; the caller has checked the peer and the protocol."""
-        session = Session(SessionId(next(self._session_ids)), peer, hello.engine_id, hello.name, send)
+        model = hello.serves.model if hello.serves else ""
+        session = Session(SessionId(next(self._session_ids)), peer, hello.engine_id, hello.name, send, model)
         self._sessions[session.id] = session
         logger.info("session opened session=%d pid=%d name=%s", session.id, peer.pid, hello.name)
         return session
@@ -169,8 +186,8 @@ class CacheService:
 
     def _dispatch(self, session: Session, request: wire.Request, fds: Sequence[int]) -> wire.Reply | None:
         match request:
-            case wire.Ping():
-                return wire.Pong(request.id)
+            case wire.Ping() | wire.Status():
+                return wire.Pong(request.id) if isinstance(request, wire.Ping) else self.status(request.id)
             case wire.Lookup():
                 return self._lookup(session, request)
             case wire.Retrieve():
@@ -187,8 +204,11 @@ class CacheService:
             case wire.Descriptors() | wire.Register():
                 self._check_takes_work()
                 return self._take_memory(session, request, fds)
-            case wire.Status():
-                return self.status(request.id)
+            case wire.Purge():
+                self._check_takes_work()
+                self._purger.begin(session.peer, request, session.answer)
+                session.num_unanswered += 1
+                return None
             case wire.Hello():
                 raise Malformed(f"session {session.id} has said hello before")
 
@@ -276,6 +296,7 @@ class CacheService:
         registration = _registered(session)
         whole = registration.row(request.row)
         held = parse_tail(whole, request.tail_blocks)
+        owner = parse_owner(request.tenant, session.model)
         digests = parse_digests(request.digests)
         if request.tail_blocks and len(digests) != 1:
             raise Malformed(f"{len(digests)} digests of a tail of {request.tail_blocks} blocks; it has one")
@@ -285,7 +306,7 @@ class CacheService:
             raise Malformed(f"{len(parent_digests)} digests as the parent in a row of kind {held.group.kind.value!r}")
         fence = _fence(registration, is_fenced=request.is_fenced)
         _check_takes_copy(registration, Direction.GATHER, request.id)
-        found = self._reserver.reserve(held, parent_digests, digests, slot_nbytes=whole.chunk_nbytes)
+        found = self._reserver.reserve(held, parent_digests, digests, slot_nbytes=whole.chunk_nbytes, owner=owner)
         self._tiers.note_present(found.present)
         reply = wire.StoreReply(request.id, len(found.reserved), len(found.present), found.num_refused, found.reason)
         if not found.reserved:
@@ -336,7 +357,7 @@ class CacheService:
             pid=self._runtime.pid,
             boot_id=self._runtime.boot_id,
             is_draining=self.is_draining,
-            pool_nbytes=self._pool_nbytes,
+            pool_nbytes=self._slots.nbytes,
             pool_used_nbytes=self._slots.used_nbytes,
             num_sealed=stats.num_sealed,
             num_reserved=stats.num_reserved,
@@ -347,6 +368,7 @@ class CacheService:
             num_copies_in_flight=self.num_copies_in_flight,
             counters={**self._counters, **self._tiers.counters, "chunks_evicted": stats.num_evicted},
             tiers=[_tier_status(name, tier) for name, tier in self._tiers.stats()],
+            tenants=_tenant_status(self._index.tenants),
         )
 
     # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -391,6 +413,19 @@ def _tier_status(name: str, stats: TierStats) -> wire.TierStatus:
         name, stats.capacity_nbytes, stats.used_nbytes, stats.num_chunks, stats.read_rate, stats.write_rate,
         stats.num_queued_reads, stats.num_queued_writes, stats.off_reason, stats.counters,
     )  # fmt: skip
+
+
+def _tenant_status(tenants: Tenants) -> list[wire.TenantStatus]:
+    lines = [
+        wire.TenantStatus(one.name, one.nbytes, one.num_chunks, one.quota_nbytes or 0, one.num_evicted)
+        for one in sorted(tenants, key=lambda one: one.nbytes, reverse=True)
+    ]
+    lines, others = lines[:_TENANTS_MAX], lines[_TENANTS_MAX:]
+    num_evicted = tenants.num_evicted_before + sum(one.num_evicted for one in others)
+    if others or num_evicted:
+        nbytes, num_chunks = sum(one.nbytes for one in others), sum(one.num_chunks for one in others)
+        lines.append(wire.TenantStatus(OTHERS, nbytes, num_chunks, 0, num_evicted))
+    return lines
 
 
 def _registered(session: Session) -> Registration:

@@ -69,6 +69,8 @@ class Session:
     engine_id: str
     name: str
     send_with_fds: Send
+    model: str = ""
+    """What its engine serves; empty if it did not say."""
     registration: Registration | None = None
     is_registering: bool = False
     kept_fds: list[int] = field(default_factory=list)

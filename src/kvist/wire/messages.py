@@ -21,6 +21,18 @@ PLANES_MAX: Final = 1 << 14
 NAME_CHARS_MAX: Final = 256
 
 
+class NamespaceSpec(msgspec.Struct, frozen=True):
+    """``model.keys.Namespace`` on the wire."""
+
+    model: str
+    revision: str
+    dtype: str
+    layout: str
+    shards: str
+    chunk_tokens: int
+    weights: str
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message of a connection."""
 
@@ -31,6 +43,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Equal for all processes of one engine: leases belong to it."""
     name: str = ""
     """For people: what this process is."""
+    serves: NamespaceSpec | None = None
+    """Whose KV this process stores and loads, where it does so."""
 
 
 class PlaneSpec(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -152,6 +166,8 @@ class Store(msgspec.Struct, frozen=True, tag="store"):
     """Which of the registered rows."""
     tail_blocks: int = 0
     """Blocks of a tail, which is then the only chunk of this request; 0 where chunks are whole."""
+    tenant: str = ""
+    """Whose the chunks are: they count for its quota, and go with its purge. Their keys keep them apart."""
 
 
 class CopyDone(msgspec.Struct, frozen=True, tag="copy_done"):
@@ -187,7 +203,16 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     id: int
 
 
-Request = Hello | Register | Descriptors | Lookup | Retrieve | Store | CopyDone | Release | Ping | Status
+class Purge(msgspec.Struct, frozen=True, tag="purge"):
+    """Drop what a tenant has, what is of a model, what is both, or everything, in the pool and in all tiers."""
+
+    id: int
+    tenant: str | None = None
+    """None is any, ``""`` those who have named none."""
+    model: str | None = None
+
+
+Request = Hello | Register | Descriptors | Lookup | Retrieve | Store | CopyDone | Release | Ping | Status | Purge
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -283,7 +308,7 @@ class StoreReply(msgspec.Struct, frozen=True, tag="store_reply"):
     """Were cached already, or are being stored by someone else."""
     num_refused: int = 0
     reason: str = ""
-    """Why the refused ones were: ``pool full``, ``no parent``, ``copy failed``."""
+    """Why the refused ones were: ``pool full``, ``tenant quota``, ``no parent``, ``copy failed``."""
 
 
 class CopyOrder(msgspec.Struct, frozen=True, tag="copy_order"):
@@ -302,6 +327,20 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     """The lease is gone, whether or not it was there."""
 
     id: int
+
+
+class PurgeReply(msgspec.Struct, frozen=True, tag="purge_reply"):
+    """What was dropped can not be found any more."""
+
+    id: int
+    num_chunks: int
+    """Dropped from the pool."""
+    nbytes: int
+    """That they have taken of it."""
+    num_kept: int
+    """Pinned, being written, or above such: they stay, and another purge takes them when they are let go."""
+    tiers: dict[str, int] = {}
+    """Chunks dropped from each tier, by its name."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
@@ -327,6 +366,20 @@ class TierStatus(msgspec.Struct, frozen=True):
     counters: dict[str, int] = {}
 
 
+class TenantStatus(msgspec.Struct, frozen=True):
+    """What a tenant has in the pool."""
+
+    name: str
+    """``*`` for all that have no line of their own."""
+    nbytes: int
+    """That its slots take of the pool."""
+    num_chunks: int
+    quota_nbytes: int
+    """0 if it has none."""
+    num_evicted: int
+    """Since it last had nothing."""
+
+
 class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     """Counters and gauges of one instant. Bytes and counts."""
 
@@ -346,6 +399,8 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     counters: dict[str, int] = {}
     tiers: list[TierStatus] = []
     """Behind the pool, the fastest first."""
+    tenants: list[TenantStatus] = []
+    """Those that have something in the pool, the largest first: at most 64, and one line for all others."""
 
 
 class Error(msgspec.Struct, frozen=True, tag="error"):
@@ -365,6 +420,7 @@ Reply = (
     | StoreReply
     | CopyOrder
     | Released
+    | PurgeReply
     | Pong
     | StatusReply
     | Error
