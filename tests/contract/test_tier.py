@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvist.model.owners import NOBODY, Owner, owned_by
 from kvist.storage.base import Tier
 from kvist.storage.disk.tier import DiskTier
 from kvist.units import MIB
@@ -16,6 +17,7 @@ from tests.support.tiers import Done, aligned, fetch, found, key_of, make_chunk,
 from tests.support.waiting import wait_until
 
 SLOT = 32 * 1024
+OWNERS = (Owner("one", "small"), Owner("one", "large"), NOBODY, Owner("t\u00e9n" * 80, "large"))
 NUM_SLOTS_MIN = 12
 """How many slots any of the tiers has at least."""
 
@@ -78,6 +80,47 @@ class TierContract:
         assert found(tier, "a0", "a1", "a2", "b2", "c0") == [True, False, False, False, True]
         assert store(tier, "a1", "a0", version=1)
         assert fetch(tier, "a1") == make_chunk("a1", "a0", version=1)
+
+    def test_an_owner_is_kept(self, tier: Tier):
+        """Whose a chunk is is known as long as it is held, and comes back with its bytes."""
+        for number, owner in enumerate(OWNERS):
+            assert store(tier, f"a{number}", owner=owner)
+        for number, owner in enumerate(OWNERS):
+            assert tier.owner(key_of(f"a{number}")) == owner
+            assert fetch(tier, f"a{number}") == make_chunk(f"a{number}", owner=owner)
+        assert tier.owner(key_of("unknown")) is None
+
+    def test_a_purge_takes_what_is_owned_and_what_builds_on_it(self, tier: Tier):
+        """What the chosen owners have is not found any more, nor what hangs below it; all else is. It is counted."""
+        for prompt, owner in zip("abcd", OWNERS, strict=True):
+            for depth in range(2):
+                assert store(tier, f"{prompt}{depth}", f"{prompt}{depth - 1}" if depth else None, owner=owner)
+        assert store(tier, "b2", "b1", owner=OWNERS[3])
+        assert sum(tier.purge(owned_by("one", None))) == 5
+        assert found(tier, "a0", "a1", "b0", "b1", "b2", "c0", "c1", "d0", "d1") == [False] * 5 + [True] * 4
+        assert sum(tier.purge(owned_by("one", None))) == 0
+        assert store(tier, "a0", owner=OWNERS[0], version=1)
+        assert fetch(tier, "a0") == make_chunk("a0", owner=OWNERS[0], version=1)
+        assert sum(tier.purge(owned_by(None, "large"))) == 2
+        assert found(tier, "a0", "c0", "c1", "d0", "d1") == [True, True, True, False, False]
+        assert sum(tier.purge(owned_by(None, None))) == 3
+        assert tier.stats().num_chunks == 0
+
+    def test_a_purge_takes_what_is_being_written_and_read(self, tier: Tier):
+        """A write that is under way is purged or done; a read ends with the right chunk or with None, once."""
+        assert store(tier, "a0", owner=OWNERS[0])
+        writes, reads = [], []
+        for depth in range(1, NUM_SLOTS_MIN // 2):
+            chunk, payload = make_chunk(f"a{depth}", f"a{depth - 1}", owner=OWNERS[0])
+            writes.append(Done())
+            assert tier.offer(chunk, aligned(payload), writes[-1])
+            reads.append(Done())
+            tier.fetch(key_of("a0"), aligned(b"", 8192), reads[-1])
+        assert 1 <= sum(tier.purge(owned_by("one", None))) <= NUM_SLOTS_MIN // 2
+        assert not any(found(tier, *(f"a{depth}" for depth in range(NUM_SLOTS_MIN))))
+        assert all(isinstance(done.wait(), bool) for done in writes)
+        assert {done.wait() for done in reads} <= {None, make_chunk("a0", owner=OWNERS[0])[0]}
+        assert not any(found(tier, *(f"a{depth}" for depth in range(NUM_SLOTS_MIN))))
 
     def test_the_longest_unused_goes_first_from_its_end(self, tier: Tier):
         """Capacity is kept; what goes are ends of prompts, and of the prompts the one that was not used for longest."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvist.model.owners import NOBODY, Owner, owned_by
 from kvist.storage.base import StoredChunk
 from kvist.storage.disk.tier import DiskTier
 from tests.support.simulated_files import Crashes, SimulatedFiles
@@ -22,6 +23,8 @@ CUTS = 25
 STEPS = 250
 NAMES = [f"{prompt}{depth}" for prompt in "abcdefgh" for depth in range(9)]
 SIZES = {"a": (30_000, 32_768), "b": (32_768, 32_768), "c": (100, 65_536), "d": (65_536, 65_536)}
+OWNERS = {"a": Owner("one", "m"), "b": Owner("one", "n" * 100), "c": Owner("two", "m"), "d": Owner("three", "")}
+"""By the prompt; of those that are not here, nobody."""
 
 
 def size_of(name: str) -> tuple[int, int]:
@@ -97,6 +100,8 @@ class Life:
             self.tier.drop([key_of(name)])
         elif roll < 0.90:
             self.tier.touch([key_of(f"{name[0]}{depth}") for depth in range(int(name[1:]) + 1)])
+        elif roll < 0.91:
+            self.purge(OWNERS.get(name[0], NOBODY))
         elif roll < 0.98:
             self.tier.fetch(key_of(name), aligned(b"", size_of(name)[1]), Done())
         else:
@@ -105,12 +110,23 @@ class Life:
             self.history.look(self.tier, len(self.files.changes))
             self.history.settled.append((len(self.files.changes), frozenset(self.history.found_since)))
 
+    def purge(self, owner: Owner) -> None:
+        """Purge a tenant or a model, now and then between other things that are done."""
+        is_owner = owned_by(owner.tenant, None) if self.chance.random() < 0.5 else owned_by(None, owner.model)
+        for _ in self.tier.purge(is_owner):
+            self.history.look(self.tier, len(self.files.changes))
+            self.tier.advance(self.chance.randrange)
+            self.history.look(self.tier, len(self.files.changes))
+        names = [name for name in NAMES if is_owner(OWNERS.get(name[0], NOBODY))]
+        assert self.tier.find([key_of(name) for name in names]) == [None] * len(names)
+
     def offer(self, name: str) -> None:
         nbytes, slot_nbytes = size_of(name)
         versions = self.history.given.setdefault(name, [])
         chunk, payload = make_chunk(
-            name, parent_of(name), nbytes=nbytes, slot_nbytes=slot_nbytes, version=len(versions)
-        )
+            name, parent_of(name), nbytes=nbytes, slot_nbytes=slot_nbytes, version=len(versions),
+            owner=OWNERS.get(name[0], NOBODY),
+        )  # fmt: skip
         if self.tier.offer(chunk, aligned(payload), Done()):
             versions.append((len(self.files.changes), chunk, payload))
 
@@ -128,6 +144,7 @@ def check(tier: DiskTier, history: History, now: int) -> None:
     for name in sorted(hits):
         parent = parent_of(name)
         assert parent is None or parent in hits
+        assert tier.owner(key_of(name)) == OWNERS.get(name[0], NOBODY)
         target, done = aligned(b"", size_of(name)[1]), Done()
         tier.fetch(key_of(name), target, done)
         while tier.advance():

@@ -8,8 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvist.model.owners import NOBODY
 from kvist.storage.base import StoredChunk
-from tests.simulation.test_disk_crash import NAMES, Life, parent_of, size_of
+from tests.simulation.test_disk_crash import NAMES, OWNERS, Life, parent_of, size_of
 from tests.support.simulated_files import Crashes, SimulatedFiles
 from tests.support.tiers import Done, aligned, key_of
 
@@ -55,6 +56,14 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), is_done=st.booleans())
     def drop(self, name: str, is_done: bool) -> None:
         self.life.tier.drop([key_of(name)])
+        assert name not in self.hits()
+        if is_done:
+            self.do_all()
+            assert name not in self.hits()
+
+    @rule(name=st.sampled_from(NAMES), is_done=st.booleans())
+    def purge(self, name: str, is_done: bool) -> None:
+        self.life.purge(OWNERS.get(name[0], NOBODY))
         assert name not in self.hits()
         if is_done:
             self.do_all()

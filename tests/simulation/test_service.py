@@ -11,7 +11,9 @@ from collections import Counter
 
 import pytest
 
+from kvist.model.owners import Quotas
 from kvist.tiering.controller import WritePolicy
+from tests.simulation.tenants import check_tenants, step_purge
 from tests.simulation.tiers import step_tier, trouble_tier
 from tests.simulation.world import STEPS, World
 from tests.support import kinds
@@ -22,13 +24,15 @@ NUM_SLOTS = 12
 STEPS_OF_TIERS = {step_tier: 25, trouble_tier: 0.3}
 
 
-def run(seed: int, num_steps: int, *, has_rows: bool = False, num_tiers: int = 0) -> Counter[str]:
+def run(
+    seed: int, num_steps: int, *, has_rows: bool = False, num_tiers: int = 0, quotas: Quotas | None = None
+) -> Counter[str]:
     """Let a world run, end all of it, and return what was seen. Where engines have rows, there is more to copy."""
     chance = random.Random(seed)
     tiers = [MemoryTier(f"tier {number}") for number in range(num_tiers)]
     daemon = SimulatedDaemon(
         (NUM_SLOTS - 4 * bool(tiers)) * (3 if has_rows else 1), queue_max=chance.choice([2, 1000]), tiers=tiers,
-        policy=chance.choice(list(WritePolicy)) if tiers else WritePolicy.ALWAYS,
+        policy=chance.choice(list(WritePolicy)) if tiers else WritePolicy.ALWAYS, quotas=quotas,
     )  # fmt: skip
     number = seed % len(kinds.KINDS_OF_ROWS)
     others = kinds.KINDS_OF_ROWS[:number] + kinds.KINDS_OF_ROWS[number + 1 :]
@@ -37,6 +41,9 @@ def run(seed: int, num_steps: int, *, has_rows: bool = False, num_tiers: int = 0
     steps = {**STEPS, World.slice: 40, World.deliver: 40, World.corrupt: 4} if has_rows else STEPS
     if tiers:  # What was stored is evicted soon, and asked for often.
         steps = {**steps, World.look_up: 12, World.store: 8, World.corrupt: 0.5, **STEPS_OF_TIERS}
+    if quotas is not None:
+        world.has_tenants = True
+        steps = {**steps, step_purge: 0.3}
     everyone = world.engines
     for _ in range(8):
         world.connect()
@@ -45,6 +52,7 @@ def run(seed: int, num_steps: int, *, has_rows: bool = False, num_tiers: int = 0
         world.bury()
         world.take_in()
         daemon.service.check_invariants()
+        check_tenants(world)
         assert daemon.status().pool_used_nbytes <= daemon.pool.nbytes
     ended = [engine for _, engine in everyone] + world.ghosts
     if chance.random() < 0.5:
@@ -135,6 +143,19 @@ def test_whatever_happens_to_tiers_bytes_are_right_and_nothing_is_left(part: int
     for outcome in (
         "loading", "no room to promote", "reads failed", "lost by a tier", "chunks_promoted", "chunks_demoted",
         "demotions_refused", "loaded",
+    ):  # fmt: skip
+        assert seen[outcome] > 0, outcome
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_whatever_happens_to_tenants_none_has_more_than_its_quota(part: int):
+    """Over many seeds with quotas and purges: no tenant is above its quota, and nothing purged is in a tier."""
+    seen: Counter[str] = Counter()
+    quotas = Quotas({"shared": 3 * 4096, "copied": 5 * 4096, "*": 8 * 4096})
+    for seed in range(part * 1000, part * 1000 + 8):
+        seen += run(seed, 800, has_rows=seed % 4 == 0, num_tiers=seed % 2, quotas=quotas)
+    for outcome in (
+        "stored", "pool full", "tenant quota", "hits", "loaded", "purged", "kept at a purge", "purged from a tier",
     ):  # fmt: skip
         assert seen[outcome] > 0, outcome
 

@@ -16,6 +16,7 @@ from kvist.model.layout import GroupKind
 from kvist.model.rows import Row
 from kvist.wire import messages as wire
 from kvist.wire.describing import describe_needs
+from tests.simulation.tenants import check_purged
 from tests.simulation.tiers import check_loading, is_promised, key_of
 from tests.support import kinds
 from tests.support.copying import CopyingEngine
@@ -67,6 +68,8 @@ class World:
     corrupted: set[tuple[bytes, Row]] = field(default_factory=set)
     """(digest, row) of every chunk in which a byte was changed."""
     num_seen: Counter[str] = field(default_factory=Counter)
+    has_tenants: bool = False
+    """Each space of keys is a tenant's."""
 
     # ── what may happen ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -81,6 +84,7 @@ class World:
                     self.daemon, way(SHAPE), engine_id=kind.engine_id, name=f"worker {number}", shard=first.shard,
                     more=[(row, way(SHAPE)) for row, way in more], chunk_tokens=kinds.CHUNK_TOKENS,
                 )  # fmt: skip
+                engine.tenant = kind.space if self.has_tenants else ""
                 if self.chance.random() < 0.1:
                     self.leave_early(engine)
                     continue
@@ -214,7 +218,9 @@ class World:
             there.write(blocks, content(key, there.row, there.map_of(len(blocks)).nbytes))
         self.stored |= {(key, there.row) for key in wanted}
         engine.send(
-            lambda i: wire.Store(i, b"".join(wanted), parent, packed(chunks), row=number, tail_blocks=tail_blocks),
+            lambda i: wire.Store(
+                i, b"".join(wanted), parent, packed(chunks), row=number, tail_blocks=tail_blocks, tenant=engine.tenant
+            ),
             chunks,
         )
 
@@ -409,6 +415,8 @@ class World:
                     self.check_stored(sent, reply, engine)
                 elif isinstance(sent.request, wire.Retrieve):
                     self.check_retrieved(sent, reply, engine)
+                elif isinstance(reply, wire.PurgeReply):
+                    check_purged(self, sent.request, reply)
                 if isinstance(sent.request, wire.Store | wire.Retrieve):
                     engine.give_back(sent.chunks, sent.request.row)
             if not engine.sent:

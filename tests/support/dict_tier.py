@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import IsOwner, Owner
 from kvist.storage.base import StoredChunk, TierStats
 
 
@@ -27,6 +28,10 @@ class DictTier:
     def find(self, keys: Sequence[ChunkKey]) -> list[int | None]:
         found = map(self._chunks.get, keys)
         return [kept[0].slot_nbytes if kept is not None and not self._is_closed else None for kept in found]
+
+    def owner(self, key: ChunkKey) -> Owner | None:
+        kept = self._chunks.get(key)
+        return kept[0].owner if kept is not None else None
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         for key in reversed(keys):
@@ -58,6 +63,11 @@ class DictTier:
             gone |= below
         for key in gone & self._chunks.keys():
             del self._chunks[key]
+
+    def purge(self, is_owner: IsOwner) -> Iterator[int]:
+        before = len(self._chunks)
+        self.drop([key for key, (chunk, _) in self._chunks.items() if is_owner(chunk.owner)])
+        yield before - len(self._chunks)
 
     def read_seconds(self, nbytes: int) -> float:
         return 0.0

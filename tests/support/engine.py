@@ -48,6 +48,8 @@ class FakeEngine:
     ) -> None:  # fmt: skip
         self.laid = laid
         self.namespace = namespace
+        self.tenant = ""
+        """Whose its chunks are."""
         self.chunk_tokens = namespace.chunk_tokens
         self.blocks_per_chunk = self.chunk_tokens // laid.group.block_tokens
         self._map: ChunkMap | None = None
@@ -95,7 +97,10 @@ class FakeEngine:
         for blocks, digest in zip(chunks, wanted, strict=True):
             self.map.write(self.arrays, blocks, self.content(digest))
         parent = digests[first - 1] if first else b""
-        pending = self.client.submit(lambda number: wire.Store(number, b"".join(wanted), parent, packed(chunks)))
+        tenant = self.tenant
+        pending = self.client.submit(
+            lambda number: wire.Store(number, b"".join(wanted), parent, packed(chunks), tenant=tenant)
+        )
         return pending, chunks
 
     def store(self, prompt: Sequence[int], *, first: int = 0) -> wire.StoreReply:

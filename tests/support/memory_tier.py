@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import IsOwner, Owner
 from kvist.storage.base import StoredChunk, TierStats
 
 
@@ -31,6 +32,8 @@ class MemoryTier:
     offered: list[ChunkKey] = field(default_factory=list)
     """Keys that were taken, in their order."""
     num_fetched: Counter[ChunkKey] = field(default_factory=Counter)
+    purged: set[ChunkKey] = field(default_factory=set)
+    """Keys of writes that will not succeed."""
     is_closed: bool = False
     reads: deque[tuple[ChunkKey, memoryview, Callable[[StoredChunk | None], None]]] = field(default_factory=deque)
     writes: deque[tuple[StoredChunk, memoryview, Callable[[bool], None]]] = field(default_factory=deque)
@@ -44,6 +47,10 @@ class MemoryTier:
             return [None] * len(keys)
         found = map(self.chunks.get, keys)
         return [chunk[0].slot_nbytes if chunk is not None else None for chunk in found]
+
+    def owner(self, key: ChunkKey) -> Owner | None:
+        kept = self.chunks.get(key)
+        return kept[0].owner if kept is not None else None
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         self.used += keys
@@ -78,6 +85,14 @@ class MemoryTier:
         if dropped - set(keys):
             self.drop(list(dropped))
 
+    def purge(self, is_owner: IsOwner) -> Iterator[int]:
+        """Drop some chunks, two at a step, and those that are being written."""
+        self.purged |= {chunk.key for chunk, _, _ in self.writes if is_owner(chunk.owner)}
+        while found := [key for key, (chunk, _) in self.chunks.items() if is_owner(chunk.owner)][:2]:
+            before = len(self.chunks)
+            self.drop(found)
+            yield before - len(self.chunks)
+
     def read_seconds(self, nbytes: int) -> float:
         waiting = sum(len(target) for _, target, _ in self.reads)
         return (nbytes + waiting) / self.read_rate if self.read_rate else 0.0
@@ -103,7 +118,8 @@ class MemoryTier:
             on_done(chunk if is_right else None)
         elif self.writes:
             chunk, source, on_done = self.writes.popleft()
-            is_kept = not self.is_failing and not self.off_reason
+            is_kept = not self.is_failing and not self.off_reason and chunk.key not in self.purged
+            self.purged.discard(chunk.key)
             is_kept = is_kept and (chunk.parent is None or chunk.parent in self.chunks)
             if is_kept:
                 self.chunks[chunk.key] = chunk, bytes(source)

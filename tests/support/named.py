@@ -36,17 +36,17 @@ def content(engine: SimulatedEngine, name: str) -> bytes:
     return stamp(name.encode() + bytes([engine.shard]), engine.map.nbytes)
 
 
-def send_store(engine: SimulatedEngine, *names: str, parent: str = ""):
+def send_store(engine: SimulatedEngine, *names: str, parent: str = "", tenant: str = ""):
     """Send a store of stamped chunks, and free their blocks when it is answered."""
     chunks = engine.take_chunks(len(names))
     for blocks, name in zip(chunks, names, strict=True):
         engine.map.write(engine.arrays, blocks, content(engine, name))
     above = digests(parent) if parent else b""
-    return engine.send(lambda number: wire.Store(number, digests(*names), above, packed(chunks)), chunks)
+    return engine.send(lambda number: wire.Store(number, digests(*names), above, packed(chunks), tenant=tenant), chunks)
 
 
-def store(engine: SimulatedEngine, *names: str, parent: str = "") -> wire.StoreReply:
-    sent = send_store(engine, *names, parent=parent)
+def store(engine: SimulatedEngine, *names: str, parent: str = "", tenant: str = "") -> wire.StoreReply:
+    sent = send_store(engine, *names, parent=parent, tenant=tenant)
     reply = answer(engine, sent)
     engine.give_back(sent.chunks)
     assert isinstance(reply, wire.StoreReply)

@@ -16,6 +16,7 @@ from kvist.device.host import HostDevice
 from kvist.errors import LayoutRefused, Overloaded
 from kvist.index.eviction import LeastRecentlyUsed
 from kvist.model.handles import MemoryHandle
+from kvist.model.owners import Quotas
 from kvist.model.rows import Row, row_memory
 from kvist.model.transfer import CopyPlan, Direction
 from kvist.server.lanes import Lane
@@ -188,6 +189,7 @@ class SimulatedDaemon:
         is_isolated: bool = False,
         tiers: Sequence[MemoryTier] = (),
         policy: WritePolicy = WritePolicy.ALWAYS,
+        quotas: Quotas | None = None,
     ) -> None:
         self.now = 1000.0
         self.engines: list[SimulatedEngine] = []
@@ -209,8 +211,8 @@ class SimulatedDaemon:
         self.slots = WatchedSlots(self.pool.nbytes, self.ordered_slots)
         self.tiers = tiers
         self.service = CacheService(
-            runtime, self.slots, LeastRecentlyUsed(), pool_nbytes=self.pool.nbytes, limits=limits,
-            behind=TiersBehind(self.pool.bytes.data, tiers, policy),
+            runtime, self.slots, LeastRecentlyUsed(), limits=limits,
+            behind=TiersBehind(self.pool.bytes.data, tiers, policy), quotas=quotas,
         )  # fmt: skip
 
     @property
@@ -316,12 +318,14 @@ class SimulatedEngine:
 
     def __init__(
         self, daemon: SimulatedDaemon, laid: Laid, *, engine_id: str = "x", name: str = "worker", shard: int = 0,
-        more: Sequence[tuple[Row, Laid]] = (), chunk_tokens: int,
+        more: Sequence[tuple[Row, Laid]] = (), chunk_tokens: int, model: str = "", uid: int | None = None,
     ) -> None:  # fmt: skip
         self.daemon = daemon
         daemon.engines.append(self)
         self.engine_id = engine_id
         self.name = name
+        self.tenant = ""
+        """Whose its chunks are, where the test says so."""
         self.shard = shard
         self.rows: list[SimulatedRow] = []
         for row, laid_here in [(Row(0, shard), laid), *more]:
@@ -335,8 +339,10 @@ class SimulatedEngine:
         self.replies: list[tuple[Sent, wire.Reply]] = []
         self.is_closed = False
         self._ids = itertools.count(1)
-        hello = wire.Hello(0, wire.MAGIC, wire.PROTOCOL_VERSION, engine_id, name)
-        self.session: Session = daemon.service.open_session(Peer(os.getpid(), os.getuid()), hello, self._receive)
+        serves = wire.NamespaceSpec(model, "", "", "", "", chunk_tokens, "") if model else None
+        hello = wire.Hello(0, wire.MAGIC, wire.PROTOCOL_VERSION, engine_id, name, serves)
+        peer = Peer(os.getpid(), os.getuid() if uid is None else uid)
+        self.session: Session = daemon.service.open_session(peer, hello, self._receive)
         self._chunk_tokens = chunk_tokens
 
     @property

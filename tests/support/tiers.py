@@ -6,6 +6,7 @@ import mmap
 from dataclasses import dataclass, field
 
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import NOBODY, Owner
 from kvist.storage.base import StoredChunk, Tier
 from kvist.units import align_up
 from tests.support.memory import stamp
@@ -25,12 +26,14 @@ def aligned(raw: bytes, slot_nbytes: int | None = None) -> memoryview:
 
 
 def make_chunk(
-    name: str, parent: str | None = None, *, nbytes: int = 5000, slot_nbytes: int = 8192, version: int = 0
-) -> tuple[StoredChunk, bytes]:
+    name: str, parent: str | None = None, *, nbytes: int = 5000, slot_nbytes: int = 8192, version: int = 0,
+    owner: Owner = NOBODY,
+) -> tuple[StoredChunk, bytes]:  # fmt: skip
     """Return a chunk and its payload; both say name and version."""
     label = f"{name} {version}".encode()
     above = None if parent is None else key_of(parent)
-    return StoredChunk(key_of(name), above, nbytes, slot_nbytes, stamp(b"sum " + label, 24)), stamp(label, nbytes)
+    checksum = stamp(b"sum " + label, 24)
+    return StoredChunk(key_of(name), above, nbytes, slot_nbytes, checksum, owner), stamp(label, nbytes)
 
 
 @dataclass
@@ -48,9 +51,9 @@ class Done:
         return self.results[-1]
 
 
-def store(tier: Tier, name: str, parent: str | None = None, **sizes: int) -> bool:
+def store(tier: Tier, name: str, parent: str | None = None, owner: Owner = NOBODY, **sizes: int) -> bool:
     """Offer a chunk and wait; return whether it can be found now."""
-    chunk, payload = make_chunk(name, parent, **sizes)
+    chunk, payload = make_chunk(name, parent, owner=owner, **sizes)
     done = Done()
     if not tier.offer(chunk, aligned(payload), done):
         return False

@@ -5,6 +5,7 @@ Exit codes of all of them: 0 done, 1 the daemon is not there or refused, 2 wrong
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,15 +60,23 @@ class Daemon:
 
 
 @contextmanager
-def asked(socket: str | None) -> Iterator[Daemon]:
-    """Yield the daemon at a socket; whatever goes wrong with it ends the command with its own words and 1."""
+def silenced() -> Iterator[None]:
+    """Keep log lines from what a command prints: what goes wrong is said once, in its own words."""
+    before = logging.root.manager.disable
     logging.disable()
     try:
-        daemon = Daemon(socket_path(socket))
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def asked(socket: str | None) -> Iterator[Daemon]:
+    """Yield the daemon at a socket; whatever goes wrong with it ends the command with its own words and 1."""
+    with silenced():
         try:
-            yield daemon
-        finally:
-            daemon.close()
-    except KvistError as error:
-        print_error(error)
-        raise typer.Exit(1) from None
+            with contextlib.closing(Daemon(socket_path(socket))) as daemon:
+                yield daemon
+        except KvistError as error:
+            print_error(error)
+            raise typer.Exit(1) from None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Sequence
 from typing import Annotated, Final
 
@@ -17,7 +16,7 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from kvist.cli.asking import Json, Socket, socket_path
+from kvist.cli.asking import Json, Socket, silenced, socket_path
 from kvist.cli.board import duration_text
 from kvist.cli.output import errors, output, print_error, print_json
 from kvist.client.synthetic import Round, Shape, SyntheticEngine
@@ -64,7 +63,6 @@ def bench(  # noqa: PLR0913 -- an argument is an option
 
     What was stored stays in the pool until it is evicted; no engine finds it.
     """
-    logging.disable()
     try:
         if dtype not in _DTYPES:
             raise LayoutError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
@@ -73,7 +71,8 @@ def bench(  # noqa: PLR0913 -- an argument is an option
         print_error(error)
         raise typer.Exit(2) from None
     try:
-        result = measure(socket_path(socket), shape, rounds)
+        with silenced():
+            result = measure(socket_path(socket), shape, rounds)
     except KvistError as error:
         print_error(error)
         raise typer.Exit(1) from None

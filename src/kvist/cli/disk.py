@@ -15,8 +15,9 @@ from rich.table import Table
 
 from kvist.cli.output import output, print_error, print_json
 from kvist.errors import ConfigError
+from kvist.model.owners import owned_by
 from kvist.storage.disk.files import OsFiles
-from kvist.storage.disk.inspection import BadChunk, DirectoryFacts, describe, purge, verify
+from kvist.storage.disk.inspection import BadChunk, DirectoryFacts, describe, purge, purge_owned, verify
 from kvist.units import format_nbytes
 
 app = typer.Typer(no_args_is_help=True, help="Look at directories of the disk tier while no daemon uses them.")
@@ -51,14 +52,24 @@ def stats_command(path: Directory, json: Json = False) -> None:
 
 
 @app.command("purge")
-def purge_command(path: Directory, json: Json = False) -> None:
-    """Remove all chunks, and the files that they are in."""
+def purge_command(
+    path: Directory,
+    tenant: Annotated[str | None, typer.Option(help="Only what this tenant has; '' for those without a name.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only what is of this model.")] = None,
+    json: Json = False,
+) -> None:
+    """Remove all chunks, and the files that they are in; or what is of a tenant, of a model, or of both."""
+    num_chunks = None
     with _explained():
-        purge(OsFiles(), path)
+        if tenant is None and model is None:
+            purge(OsFiles(), path)
+        else:
+            num_chunks = purge_owned(OsFiles(), path, owned_by(tenant, model))
     if json:
-        print_json({"path": str(path), "purged": True})
+        print_json({"path": str(path), "purged": True, "num_chunks": num_chunks})
     else:
-        output.print(f"{path}: removed", highlight=False, soft_wrap=True)
+        what = "removed" if num_chunks is None else f"{num_chunks} chunks removed"
+        output.print(f"{path}: {what}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

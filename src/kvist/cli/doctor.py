@@ -5,7 +5,6 @@ Exit codes: 0 nothing worse than a note, 1 warnings or problems, 2 wrong argumen
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.text import Text
 
-from kvist.cli.asking import Json
+from kvist.cli.asking import Json, silenced
 from kvist.cli.flags import ConfigFile, with_flags
 from kvist.cli.output import output, print_error, print_json
 from kvist.doctor.examination import Questions, examine, look
@@ -46,7 +45,6 @@ def command(  # noqa: PLR0913 -- an argument is an option
     json: Json = False,
 ) -> None:
     """Find out why something does not work, or does not help."""
-    logging.disable()
     given = [name for name in (*flags, *(["config"] if config is not None else [])) if name not in ("socket", "disk")]
     try:
         if given and not serve:
@@ -57,7 +55,8 @@ def command(  # noqa: PLR0913 -- an argument is an option
         questions = Questions(
             flags.get("socket"), tuple(flags.get("disk", ())), vllm, vllm_config, planned, has_gpus=gpu
         )
-        facts = look(questions, process_environment())
+        with silenced():
+            facts = look(questions, process_environment())
     except ConfigError as error:
         print_error(error)
         raise typer.Exit(2) from None

@@ -26,6 +26,7 @@ HELP: Final = {
     "requests_max": "Most unanswered requests of one connection.",
     "copies_max": "Most queued copies of one device.",
     "isolate": "Give the pool to no engine: the daemon alone copies.",
+    "tenant_quota": "Most bytes of the pool for a tenant; repeat it. * is every other.",
     "disk": "A directory for chunks beyond the pool; repeat it for more drives.",
     "disk_size": "Bytes on disk, in all directories together, such as 200GiB.",
     "disk_write": "Write a chunk to disk always, or on its second-use.",
@@ -40,6 +41,7 @@ METAVARS: Final = {
     "pool": "BYTES",
     "disk_size": "BYTES",
     "allow_uids": "UID",
+    "tenant_quota": "NAME=BYTES",
     "http_token_file": "PATH",
 }
 

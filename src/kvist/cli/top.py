@@ -6,7 +6,6 @@ The law: a daemon that stops or starts anew is shown as such, and the display go
 from __future__ import annotations
 
 import contextlib
-import logging
 import select
 import sys
 import termios
@@ -19,7 +18,7 @@ import typer
 from rich.console import RenderableType
 from rich.live import Live
 
-from kvist.cli.asking import Socket, socket_path
+from kvist.cli.asking import Socket, silenced, socket_path
 from kvist.cli.board import board
 from kvist.cli.output import output, print_error
 from kvist.errors import ConfigError
@@ -37,13 +36,12 @@ def top(
     ] = False,
 ) -> None:
     """Show the daemon at work, live; q or Ctrl-C ends it."""
-    logging.disable()
     try:
         watcher = Watcher(socket_path(socket))
     except ConfigError as error:
         print_error(error)
         raise typer.Exit(1) from None
-    with contextlib.closing(watcher):
+    with silenced(), contextlib.closing(watcher):
         if once or not output.is_terminal:
             _print_once(watcher, interval)
         else:

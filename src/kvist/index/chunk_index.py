@@ -6,59 +6,28 @@ The laws, held by ``check_invariants`` after every step of a simulation:
 * The index is closed under prefixes: a chunk's parent is in the index for as long as the chunk is. Evictions take
   leaves; when a chunk must go at once, everything below it goes too. A chunk that is of use without those before it has
   no parent.
+* An eviction takes a leaf of the tenant that uses most of its share (``tenants.py``), and of its leaves the one that
+  the policy ranks lowest. No tenant has more than its quota, if its callers ``make_room`` before they reserve.
 * A slot returns to the pool exactly once, and never while its chunk is reserved or pinned. A chunk that was dropped
   under a pin is *doomed*: out of the catalogue, its slot freed with the last pin.
 """
 
 from __future__ import annotations
 
-import enum
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvist.index.chunk import Chunk as Chunk
+from kvist.index.chunk import ChunkState as ChunkState
+from kvist.index.chunk import Tenant
 from kvist.index.eviction import EvictionPolicy
+from kvist.index.tenants import Tenants
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import NOBODY, IsOwner, Owner, Quotas
 
-
-class ChunkState(enum.Enum):
-    """``RESERVED`` bytes are being written; ``SEALED`` bytes never change; a ``DROPPED`` chunk is out of the index."""
-
-    RESERVED = "reserved"
-    SEALED = "sealed"
-    DROPPED = "dropped"
-
-
-class Chunk:
-    """One chunk and its place in the forest. Only ``ChunkIndex`` writes to it."""
-
-    __slots__ = (
-        "checksum", "first_child", "is_queued", "key", "last_used", "nbytes", "next_sibling", "num_hits", "parent",
-        "pins", "previous_sibling", "slot_nbytes", "slot_offset", "state",
-    )  # fmt: skip
-
-    def __init__(self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int, slot_nbytes: int) -> None:
-        self.key = key
-        self.slot_offset = slot_offset
-        self.nbytes = nbytes
-        self.slot_nbytes = slot_nbytes
-        self.state = ChunkState.RESERVED
-        self.checksum = b""
-        self.pins = 0
-        self.last_used = 0
-        self.num_hits = 0
-        self.is_queued = False
-        self.parent = parent
-        self.first_child: Chunk | None = None
-        self.next_sibling: Chunk | None = None
-        self.previous_sibling: Chunk | None = None
-
-    def children(self) -> Iterator[Chunk]:
-        child = self.first_child
-        while child is not None:
-            following = child.next_sibling
-            yield child
-            child = following
+_PURGED_AT_ONCE = 256
+"""Chunks that one step of a purge looks at: well below a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +43,27 @@ class IndexStats:
     """Since the start."""
 
 
+@dataclass(slots=True)
+class Purged:
+    """One step of a purge."""
+
+    num_dropped: int = 0
+    nbytes: int = 0
+    """That these have taken of the pool."""
+    num_kept: int = 0
+
+
 class ChunkIndex:
     """Maps keys to slots, and decides what may be evicted. The daemon's loop is its only caller."""
 
-    def __init__(self, policy: EvictionPolicy, free_slot: Callable[[int, int], None]) -> None:
-        """Begin empty; ``free_slot(slot_offset, slot_nbytes)`` takes slots back."""
+    def __init__(
+        self, policy: EvictionPolicy, free_slot: Callable[[int, int], None], tenants: Tenants | None = None
+    ) -> None:
+        """Begin empty; ``free_slot(slot_offset, slot_nbytes)`` takes slots back. Without tenants nobody has a quota."""
         self._policy = policy
         self._free_slot = free_slot
+        self.tenants = tenants or Tenants(Quotas(), 1)
         self._chunks: dict[ChunkKey, Chunk] = {}
-        self._queue: list[tuple[int, int, Chunk]] = []
         self._clock = 0
         self._sequence = 0
         self._num_reserved = 0
@@ -118,17 +99,18 @@ class ChunkIndex:
             chunk.num_hits += 1
 
     def reserve(
-        self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int, slot_nbytes: int | None = None
-    ) -> Chunk:
+        self, key: ChunkKey, parent: Chunk | None, slot_offset: int, nbytes: int, slot_nbytes: int | None = None,
+        *, owner: Owner = NOBODY,
+    ) -> Chunk:  # fmt: skip
         """Announce that ``key`` is being written into a slot; it hangs below ``parent`` from now on.
 
-        The slot is as large as the chunk, unless ``slot_nbytes`` says more.
+        The slot is as large as the chunk, unless ``slot_nbytes`` says more; it counts as its owner's.
         """
         slot_nbytes = nbytes if slot_nbytes is None else slot_nbytes
         assert nbytes <= slot_nbytes
         assert key not in self._chunks
         assert parent is None or parent.state is not ChunkState.DROPPED
-        chunk = Chunk(key, parent, slot_offset, nbytes, slot_nbytes)
+        chunk = Chunk(key, parent, slot_offset, nbytes, slot_nbytes, self.tenants.enter(owner, slot_nbytes))
         self._clock += 1
         chunk.last_used = self._clock
         self._chunks[key] = chunk
@@ -168,7 +150,7 @@ class ChunkIndex:
         self._num_reserved -= 1
         parent = chunk.parent
         self._remove(chunk)
-        self._free_slot(chunk.slot_offset, chunk.slot_nbytes)
+        self._free(chunk)
         self._offer(parent)
 
     def pin(self, chunk: Chunk) -> None:
@@ -205,26 +187,48 @@ class ChunkIndex:
             if is_held:
                 self._num_doomed += 1
             else:
-                self._free_slot(node.slot_offset, node.slot_nbytes)
+                self._free(node)
         self._offer(parent)
 
     def evict(self) -> int | None:
-        """Free the slot of the unpinned leaf that the policy ranks lowest; return its bytes, None if there is none."""
-        while self._queue:
-            rank, _, chunk = heapq.heappop(self._queue)
-            chunk.is_queued = False
-            if not self._is_evictable(chunk):
-                continue
-            if self._rank(chunk) != rank:
-                self._offer(chunk)
-                continue
-            parent = chunk.parent
-            self._remove(chunk)
-            self._num_evicted += 1
-            self._free_slot(chunk.slot_offset, chunk.slot_nbytes)
-            self._offer(parent)
-            return chunk.slot_nbytes
-        return None
+        """Free the slot of an unpinned leaf; return its bytes, None if there is none."""
+        tenant = self.tenants.choose(self._first_rank)
+        return self._evict_of(tenant) if tenant is not None else None
+
+    def make_room(self, tenant: str, nbytes: int) -> bool:
+        """Evict a tenant's own leaves until its quota has room for so many bytes more; return whether it has.
+
+        What could never have room evicts nothing.
+        """
+        if not self.tenants.could_have_room(tenant, nbytes):
+            return False
+        while not self.tenants.has_room(tenant, nbytes):
+            found = self.tenants.get(tenant)
+            if found is None or self._first_rank(found) is None:
+                return False
+            self._evict_of(found)
+        return True
+
+    def purge(self, is_owner: IsOwner) -> Iterator[Purged]:
+        """Drop what some owners have, a slice at each step, but not what is pinned, being written, or above such.
+
+        Chunks that are stored while it runs stay.
+        """
+        keys = list(self._chunks)  # In the order of their coming, so that children are behind their parents.
+        while keys:
+            purged = Purged()
+            for key in reversed(keys[-_PURGED_AT_ONCE:]):
+                chunk = self._chunks.get(key)
+                if chunk is None or not is_owner(chunk.owner):
+                    continue
+                if self._is_evictable(chunk):
+                    self.drop(chunk)
+                    purged.num_dropped += 1
+                    purged.nbytes += self.tenants.taken_nbytes(chunk.slot_nbytes)
+                else:
+                    purged.num_kept += 1
+            del keys[-_PURGED_AT_ONCE:]
+            yield purged
 
     def stats(self) -> IndexStats:
         """Return current counts; cheap."""
@@ -253,11 +257,16 @@ class ChunkIndex:
         assert self._num_reserved == sum(c.state is ChunkState.RESERVED for c in self._chunks.values())
         num_pinned = sum(chunk.pins > 0 for chunk in self._chunks.values())
         assert num_pinned <= self._num_pinned <= num_pinned + self._num_doomed
-        queued = [chunk for _, _, chunk in self._queue]
+        queued = [chunk for tenant in self.tenants for _, _, chunk in tenant.queue]
         assert len(queued) == len({id(chunk) for chunk in queued})
+        self.tenants.check_invariants((chunk.account, chunk.slot_nbytes) for chunk in self._chunks.values())
 
     def _settle(self, chunk: Chunk) -> None:
         self._num_doomed -= 1
+        self._free(chunk)
+
+    def _free(self, chunk: Chunk) -> None:
+        self.tenants.leave(chunk.account, chunk.slot_nbytes)
         self._free_slot(chunk.slot_offset, chunk.slot_nbytes)
 
     def _remove(self, chunk: Chunk) -> None:
@@ -281,6 +290,34 @@ class ChunkIndex:
 
     def _offer(self, chunk: Chunk | None) -> None:
         if chunk is not None and not chunk.is_queued and self._is_evictable(chunk):
-            chunk.is_queued = True
-            self._sequence += 1
-            heapq.heappush(self._queue, (self._rank(chunk), self._sequence, chunk))
+            self._enqueue(chunk)
+            self.tenants.note(chunk.account.tenant)
+
+    def _enqueue(self, chunk: Chunk) -> None:
+        chunk.is_queued = True
+        self._sequence += 1
+        heapq.heappush(chunk.account.tenant.queue, (self._rank(chunk), self._sequence, chunk))
+
+    def _first_rank(self, tenant: Tenant) -> int | None:
+        """Return the rank of the leaf that a tenant would give up, which is then the first of its queue."""
+        while tenant.queue:
+            rank, _, chunk = tenant.queue[0]
+            if self._is_evictable(chunk) and self._rank(chunk) == rank:
+                return rank
+            heapq.heappop(tenant.queue)
+            chunk.is_queued = False
+            if self._is_evictable(chunk):
+                self._enqueue(chunk)
+        return None
+
+    def _evict_of(self, tenant: Tenant) -> int:
+        """Evict the first of a tenant's queue, which may go."""
+        _, _, chunk = heapq.heappop(tenant.queue)
+        chunk.is_queued = False
+        parent = chunk.parent
+        self._remove(chunk)
+        self._num_evicted += 1
+        tenant.num_evicted += 1
+        self._free(chunk)
+        self._offer(parent)
+        return chunk.slot_nbytes

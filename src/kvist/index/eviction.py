@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Ranks chunks. The index offers only unpinned leaves of the prefix tree, so a policy never sees structure."""
+    """Ranks a tenant's chunks. The index offers only unpinned leaves of the prefix tree, so it never sees structure."""
 
     def rank(self, *, last_used: int, num_hits: int) -> int:
         """Return a chunk's rank; the lowest goes first.

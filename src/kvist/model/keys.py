@@ -1,7 +1,7 @@
 """Content addresses: which bytes a chunk is, independent of where they lie.
 
 The law: two keys are equal only if everything that decides what the bytes mean is equal. A digest is a link of a
-SHA-256 chain whose root names the namespace, the adapter and the tenant's salt, and whose links name the tokens and
+SHA-256 chain whose root names the namespace, the adapter, the salt and the tenant, and whose links name the tokens and
 the media items of one chunk each; one equal digest therefore proves the whole prefix. Every field is tagged and
 length-prefixed, so no two different inputs are written as the same bytes. Nothing depends on the process, the
 machine, the Python version or an environment variable: golden vectors in the tests hold it.
@@ -40,7 +40,7 @@ _TAIL_MARK: Final = (-1).to_bytes(4, "little", signed=True)
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Everything besides tokens, adapter and salt that decides what a chunk's bytes mean."""
+    """Everything besides tokens, adapter, salt and tenant that decides what a chunk's bytes mean."""
 
     model: str
     revision: str
@@ -78,8 +78,10 @@ class MediaItem:
             raise KeyInvalid(f"a media item needs an identifier and a range of positions: {self}")
 
 
-def root_digest(namespace: Namespace, *, adapter: str = "", salt: str = "") -> Digest:
-    """Return the chain's root. No adapter and no salt are the same as empty ones.
+def root_digest(namespace: Namespace, *, adapter: str = "", salt: str = "", tenant: str = "") -> Digest:
+    """Return the chain's root. No adapter, no salt and no tenant are the same as empty ones.
+
+    A tenant's name is a part of its own, so that no salt of somebody else can stand for it.
 
     Raises:
         KeyInvalid: a text is longer than ``FIELD_NBYTES_MAX`` bytes.
@@ -88,6 +90,8 @@ def root_digest(namespace: Namespace, *, adapter: str = "", salt: str = "") -> D
     for field in fields(namespace):
         parts += [_text("name", field.name), _text(field.name, str(getattr(namespace, field.name)))]
     parts += [_text("adapter", adapter), _text("salt", salt)]
+    if tenant:
+        parts.append(_text("tenant", tenant))
     return Digest(hashlib.sha256(b"".join(parts)).digest()[:DIGEST_NBYTES])
 
 

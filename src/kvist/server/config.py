@@ -10,14 +10,15 @@ import math
 import os
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
-from kvist.errors import ConfigError
+from kvist.errors import ConfigError, KeyInvalid
+from kvist.model.owners import Quotas
 from kvist.server.web import parse_address
 from kvist.tiering.controller import WritePolicy
 from kvist.units import GIB, parse_nbytes
@@ -47,6 +48,9 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Unanswered requests of one session; beyond them it is overloaded."""
     copies_max: int = 1024
     """Queued copies of one device; beyond them requests are refused as overloaded."""
+    tenant_quota: tuple[str, ...] = ()
+    """``NAME=BYTES``: most that a tenant has of the pool. ``*`` is every other tenant that has a name, ``""`` those
+    who have none."""
     isolate: bool = False
     """Give no engine the pool: the daemon alone copies, and tenants that must not see each other can share it."""
     disk: tuple[str, ...] = ()
@@ -72,6 +76,7 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"pool: {self.pool} bytes are too few; the least is {_POOL_NBYTES_MIN}")
         if self.disk_size < 0:
             raise ConfigError(f"disk_size: {self.disk_size} bytes")
+        parse_quotas(self.tenant_quota)
         policies = [policy.value for policy in WritePolicy]
         if self.disk_write not in policies:
             raise ConfigError(f"disk_write: {self.disk_write!r} is none of {', '.join(policies)}")
@@ -82,6 +87,11 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(
                 f"socket: {self.socket_path!r} is longer than the {SOCKET_PATH_NBYTES_MAX} bytes of a Unix address"
             )
+
+    @property
+    def quotas(self) -> Quotas:
+        """What tenants may have of the pool."""
+        return parse_quotas(self.tenant_quota)
 
     @property
     def socket_path(self) -> str:
@@ -134,6 +144,26 @@ def load_settings(file: Path | None, flags: Mapping[str, Any], environment: Mapp
     if config.disk_size and not config.disk:
         raise ConfigError(f"disk_size: {config.disk_size} bytes, but no directory to keep them in; add --disk PATH")
     return Settings(config, sources)
+
+
+def parse_quotas(entries: Sequence[str]) -> Quotas:
+    """Read ``NAME=BYTES``, once for each name.
+
+    Raises:
+        ConfigError: an entry is none, its name cannot be a tenant's, or is there twice.
+    """
+    quotas: dict[str, int] = {}
+    for entry in entries:
+        name, separator, nbytes = entry.rpartition("=")
+        if not separator:
+            raise ConfigError(f"tenant_quota: {entry!r} is no NAME=BYTES, such as team-a=20GiB")
+        if name in quotas:
+            raise ConfigError(f"tenant_quota: {name!r} is there twice")
+        quotas[name] = parse_nbytes(nbytes)
+    try:
+        return Quotas(quotas)
+    except KeyInvalid as error:
+        raise ConfigError(f"tenant_quota: {error}") from error
 
 
 def process_environment() -> Mapping[str, str]:

@@ -110,7 +110,7 @@ async def _serve(
     tiers = _open_tiers(config)
     behind = TiersBehind(pool.view, tiers, WritePolicy(config.disk_write))
     service = CacheService(
-        runtime, SlotAllocator(pool.nbytes), LeastRecentlyUsed(), pool_nbytes=pool.nbytes, limits=limits, behind=behind
+        runtime, SlotAllocator(pool.nbytes), LeastRecentlyUsed(), limits=limits, behind=behind, quotas=config.quotas
     )
     try:
         transport = Transport(

@@ -6,17 +6,22 @@ The law: looking changes nothing. No lease, no use, no read comes of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvist.index.chunk_index import ChunkIndex
 from kvist.index.prefixes import longest
+from kvist.index.tenants import Tenants
 from kvist.model.coverage import Need
 from kvist.model.keys import Digest, chunk_keys
+from kvist.model.owners import OTHERS
 from kvist.model.rows import Row, RowMemory
 from kvist.server.sessions import Session
 from kvist.storage.base import TierStats
 from kvist.tiering.controller import TierController
 from kvist.wire import messages as wire
 
+_TENANTS_MAX: Final = 64
+"""Lines of a status, the largest tenants'."""
 _NOWHERE, _POOL, _FIRST_TIER = 0, 1, 2
 
 
@@ -71,6 +76,20 @@ def describe_tier(name: str, stats: TierStats) -> wire.TierStatus:
         name, stats.capacity_nbytes, stats.used_nbytes, stats.num_chunks, stats.read_rate, stats.write_rate,
         stats.num_queued_reads, stats.num_queued_writes, stats.off_reason, stats.counters,
     )  # fmt: skip
+
+
+def describe_tenants(tenants: Tenants) -> list[wire.TenantStatus]:
+    """Return a line for each of the largest tenants, and one for all others."""
+    lines = [
+        wire.TenantStatus(one.name, one.nbytes, one.num_chunks, one.quota_nbytes or 0, one.num_evicted)
+        for one in sorted(tenants, key=lambda one: one.nbytes, reverse=True)
+    ]
+    lines, others = lines[:_TENANTS_MAX], lines[_TENANTS_MAX:]
+    num_evicted = tenants.num_evicted_before + sum(one.num_evicted for one in others)
+    if others or num_evicted:
+        nbytes, num_chunks = sum(one.nbytes for one in others), sum(one.num_chunks for one in others)
+        lines.append(wire.TenantStatus(OTHERS, nbytes, num_chunks, 0, num_evicted))
+    return lines
 
 
 def _describe_row(held: RowMemory) -> wire.SessionRow:

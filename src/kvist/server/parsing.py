@@ -14,6 +14,7 @@ from kvist.model.coverage import Need
 from kvist.model.handles import MemoryHandle
 from kvist.model.keys import DIGEST_NBYTES, FIELD_NBYTES_MAX, Digest, split_digests
 from kvist.model.layout import GroupKind, Int64s, KVLayout, LayerGroup, LayerPlane
+from kvist.model.owners import Owner
 from kvist.model.rows import ROWS_MAX, Row, RowMemory, row_memory
 from kvist.transfer.plan import parse_block_ids
 from kvist.wire import messages as wire
@@ -35,6 +36,18 @@ def parse_digests(packed: bytes) -> list[Digest]:
         raise Malformed(f"{len(packed) // DIGEST_NBYTES} digests are over the limit of {wire.CHUNKS_MAX}")
     try:
         return split_digests(packed)
+    except KeyInvalid as error:
+        raise Malformed(str(error)) from error
+
+
+def parse_owner(tenant: str, model: str) -> Owner:
+    """Read whose the chunks of a store are.
+
+    Raises:
+        Malformed: nobody can have such a name.
+    """
+    try:
+        return Owner(tenant, model)
     except KeyInvalid as error:
         raise Malformed(str(error)) from error
 

@@ -26,16 +26,27 @@ from kvist.index.chunk_index import Chunk, ChunkIndex
 from kvist.index.eviction import EvictionPolicy
 from kvist.index.leases import Held, Lease, LeaseId, LeaseTable, SessionId
 from kvist.index.prefixes import add_tail, find_prefix
+from kvist.index.tenants import Tenants
 from kvist.model.layout import GroupKind
+from kvist.model.owners import Quotas
 from kvist.model.rows import Row, RowMemory
 from kvist.model.transfer import CHECKSUM_NBYTES, Direction
-from kvist.server.inspecting import describe_session, describe_tier, locate
+from kvist.server.inspecting import describe_session, describe_tenants, describe_tier, locate
 from kvist.server.measuring import Histogram
-from kvist.server.parsing import parse_blocks, parse_chunk_s, parse_digests, parse_needs, parse_tail, parse_tails
+from kvist.server.parsing import (
+    parse_blocks,
+    parse_chunk_s,
+    parse_digests,
+    parse_needs,
+    parse_owner,
+    parse_tail,
+    parse_tails,
+)  # fmt: skip
+from kvist.server.purging import Purger
 from kvist.server.registering import Registrar
 from kvist.server.runtime import Runtime
 from kvist.server.sessions import Peer, Registration, Send, Session, num_registered
-from kvist.storage.slots import SlotAllocator
+from kvist.storage.slots import SLOT_ALIGNMENT, SlotAllocator
 from kvist.tiering.controller import TierController, TiersBehind
 from kvist.tiering.promoting import Wanted
 from kvist.tiering.reserving import Reserver
@@ -59,22 +70,23 @@ class CacheService:
         slots: SlotAllocator,
         policy: EvictionPolicy,
         *,
-        pool_nbytes: int,
         limits: wire.Limits,
         behind: TiersBehind | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self._runtime = runtime
         self._slots = slots
-        self._index = ChunkIndex(policy, slots.free)
+        tenants = Tenants(quotas or Quotas(), slots.nbytes, slot_alignment=SLOT_ALIGNMENT)
+        self._index = ChunkIndex(policy, slots.free, tenants)
         self._reserver = Reserver(self._index, slots)
         self._tiers = TierController(
             behind or TiersBehind(), self._index, self._reserver, runtime.post, on_quiet=self._note_quiet
         )
+        self._purger = Purger(self._index, self._tiers, runtime.post)
         self._leases = LeaseTable(self._index, ttl_s=limits.lease_ttl_s, new_id=runtime.new_id)
         self._registrar = Registrar(
-            runtime, slots, pool_nbytes=pool_nbytes, orders_max=limits.requests_max, on_over=self._close_if_drained
+            runtime, slots, pool_nbytes=slots.nbytes, orders_max=limits.requests_max, on_over=self._close_if_drained
         )
-        self._pool_nbytes = pool_nbytes
         self._limits = limits
         self._sessions: dict[SessionId, Session] = {}
         self._session_ids = itertools.count(1)
@@ -177,8 +189,8 @@ class CacheService:
 
     def _dispatch(self, session: Session, request: wire.Request, fds: Sequence[int]) -> wire.Reply | None:
         match request:
-            case wire.Ping():
-                return wire.Pong(request.id)
+            case wire.Ping() | wire.Status():
+                return wire.Pong(request.id) if isinstance(request, wire.Ping) else self.status(request.id)
             case wire.Lookup():
                 return self._lookup(session, request)
             case wire.Retrieve():
@@ -192,9 +204,9 @@ class CacheService:
             case wire.Release():
                 self._leases.release(LeaseId(request.lease))
                 return wire.Released(request.id)
-            case wire.Descriptors() | wire.Register():
+            case wire.Descriptors() | wire.Register() | wire.Purge():
                 self._check_takes_work()
-                return self._take_memory(session, request, fds)
+                return self._begin(session, request, fds)
             case wire.Status() | wire.Describe() | wire.Find():
                 return self._look(request)
             case wire.Hello():
@@ -210,12 +222,17 @@ class CacheService:
         needs = parse_needs(request.needs, len(digests), keys_max=_LOOK_KEYS_MAX)
         return locate(request.id, digests, needs, self._index, self._tiers)
 
-    def _take_memory(
-        self, session: Session, request: wire.Descriptors | wire.Register, fds: Sequence[int]
+    def _begin(
+        self, session: Session, request: wire.Descriptors | wire.Register | wire.Purge, fds: Sequence[int]
     ) -> wire.Received | None:
+        """Take memory in, or begin a purge: what takes more than one turn of the loop."""
         if isinstance(request, wire.Descriptors):
             return self._registrar.keep(session, request, fds)
-        self._registrar.register(session, request, fds)
+        if isinstance(request, wire.Register):
+            self._registrar.register(session, request, fds)
+            return None
+        self._purger.begin(session.peer, request, session.answer)
+        session.num_unanswered += 1
         return None
 
     def _lookup(self, session: Session, request: wire.Lookup) -> wire.LookupReply:
@@ -316,6 +333,7 @@ class CacheService:
         registration = _registered(session)
         whole = registration.row(request.row)
         held = parse_tail(whole, request.tail_blocks)
+        owner = parse_owner(request.tenant, session.model)
         digests = parse_digests(request.digests)
         if request.tail_blocks and len(digests) != 1:
             raise Malformed(f"{len(digests)} digests of a tail of {request.tail_blocks} blocks; it has one")
@@ -325,7 +343,7 @@ class CacheService:
             raise Malformed(f"{len(parent_digests)} digests as the parent in a row of kind {held.group.kind.value!r}")
         fence = _fence(registration, is_fenced=request.is_fenced)
         _check_takes_copy(registration, Direction.GATHER, request.id)
-        found = self._reserver.reserve(held, parent_digests, digests, slot_nbytes=whole.chunk_nbytes)
+        found = self._reserver.reserve(held, parent_digests, digests, slot_nbytes=whole.chunk_nbytes, owner=owner)
         self._tiers.note_present(found.present)
         reply = wire.StoreReply(request.id, len(found.reserved), len(found.present), found.num_refused, found.reason)
         if not found.reserved:
@@ -377,7 +395,7 @@ class CacheService:
             pid=self._runtime.pid,
             boot_id=self._runtime.boot_id,
             is_draining=self.is_draining,
-            pool_nbytes=self._pool_nbytes,
+            pool_nbytes=self._slots.nbytes,
             pool_used_nbytes=self._slots.used_nbytes,
             num_sealed=stats.num_sealed,
             num_reserved=stats.num_reserved,
@@ -392,6 +410,7 @@ class CacheService:
             uptime_s=self._runtime.clock() - self._began_at,
             lane_rates=dict(self._runtime.rates),
             histograms={name: histogram.status() for name, histogram in self._durations.items()},
+            tenants=describe_tenants(self._index.tenants),
         )
 
     # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -90,6 +90,11 @@ class Session:
         return self.hello.engine_id
 
     @property
+    def model(self) -> str:
+        """What its engine serves; empty if it has not said."""
+        return self.hello.serves.model if self.hello.serves is not None else ""
+
+    @property
     def chunk_tokens(self) -> int:
         """Tokens of a chunk of this engine; 0 if it has not said."""
         return self.hello.serves.chunk_tokens if self.hello.serves is not None else 0

@@ -7,11 +7,12 @@ go on turns itself off and says why: from then on it finds nothing and takes not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import NOBODY, IsOwner, Owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class StoredChunk:
     """What the pool set aside for it: tails are kept in slots for whole chunks."""
     checksum: bytes
     """The device's own, with which the bytes are verified when an engine gets them."""
+    owner: Owner = NOBODY
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,10 @@ class Tier(Protocol):
         """
         ...
 
+    def owner(self, key: ChunkKey) -> Owner | None:
+        """Return whose a chunk is that ``find`` has found; None if it is not held any more."""
+        ...
+
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Record one use of a whole prefix."""
         ...
@@ -83,6 +89,14 @@ class Tier(Protocol):
 
     def drop(self, keys: Sequence[ChunkKey]) -> None:
         """Forget chunks and all that build on them: their bytes are known to be wrong, or are not to be kept."""
+        ...
+
+    def purge(self, is_owner: IsOwner) -> Iterator[int]:
+        """Drop what some owners have, with all that builds on it, a slice at each step; yield how many chunks it had.
+
+        What is being read or written goes too: the read ends with None, the write with False. No step takes longer
+        than what else the loop does at a time. Chunks that are offered meanwhile may stay.
+        """
         ...
 
     def read_seconds(self, nbytes: int) -> float:

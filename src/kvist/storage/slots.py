@@ -53,6 +53,7 @@ class SlotAllocator:
         assert pool_nbytes >= SLOT_ALIGNMENT
         nbytes = extent_nbytes or _usual_extent_nbytes(pool_nbytes)
         assert nbytes % SLOT_ALIGNMENT == 0
+        self.nbytes = pool_nbytes
         self.extent_nbytes = nbytes
         starts = range(0, pool_nbytes - SLOT_ALIGNMENT + 1, nbytes)
         self._extents = [_Extent(start, min(nbytes, pool_nbytes - start)) for start in starts]

@@ -1,19 +1,21 @@
 """A pool and the tiers behind it, as the service sees them.
 
 The laws: of the chunks that a lookup asks for, each is found in the pool, is on its way there, or is missed. A chunk is
-written to a tier at most while it is in the pool, and is dropped from all of them when it proves wrong. Nothing here
-waits: tiers answer on the loop, later. Without tiers, nothing happens.
+written to a tier at most while it is in the pool, and is dropped from all of them when it proves wrong. Of owners who
+are being purged nothing is written. Nothing here waits: tiers answer on the loop, later. Without tiers nothing happens.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import IsOwner, Owner
 from kvist.storage.base import Tier, TierStats
 from kvist.tiering.demoting import Demoter
 from kvist.tiering.promoting import Loading, Promoter, Wanted
@@ -61,8 +63,10 @@ class TierController:
         self._on_quiet = on_quiet
         staging = Staging(behind.tiers, behind.pool, lambda call: post(lambda: self._answered(call)))
         reserved_nbytes_max = len(behind.pool) // _RESERVED_SHARE_MAX
+        self._purges: list[IsOwner] = []
+        """Those that have not ended."""
         self._promoter = Promoter(index, reserver, staging, reserved_nbytes_max=reserved_nbytes_max)
-        self._demoters = [Demoter(index, staging, number) for number in range(len(behind.tiers))]
+        self._demoters = [Demoter(index, staging, number, self._is_barred) for number in range(len(behind.tiers))]
 
     @property
     def is_quiet(self) -> bool:
@@ -111,6 +115,21 @@ class TierController:
         for tier in self._tiers:
             tier.drop(keys)
 
+    @contextmanager
+    def barring(self, is_owner: IsOwner) -> Iterator[None]:
+        """Begin no write to a tier of what some owners have."""
+        self._purges.append(is_owner)
+        try:
+            yield
+        finally:
+            self._purges.remove(is_owner)
+
+    def purge(self, is_owner: IsOwner) -> Iterator[tuple[str, int]]:
+        """Drop what some owners have in the tiers, a slice at each step; yield the tier's name and how many it had."""
+        for tier in self._tiers:
+            for num_chunks in tier.purge(is_owner):
+                yield tier.name, num_chunks
+
     def begin_draining(self) -> None:
         """Read nothing more. What was stored is still written."""
         self._promoter.give_up_queued()
@@ -134,6 +153,9 @@ class TierController:
         self._promoter.check_invariants()
         for demoter in self._demoters:
             demoter.check_invariants()
+
+    def _is_barred(self, owner: Owner) -> bool:
+        return any(is_owner(owner) for is_owner in self._purges)
 
     def _demote(self, chunks: Sequence[Chunk]) -> None:
         for demoter in self._demoters if chunks else ():

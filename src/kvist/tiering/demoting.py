@@ -15,6 +15,7 @@ from typing import Final
 
 from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import IsOwner
 from kvist.storage.base import StoredChunk
 from kvist.tiering.staging import Staging
 
@@ -32,8 +33,10 @@ class _Write:
 class Demoter:
     """Owns every write to one tier. The daemon's loop is its only caller."""
 
-    def __init__(self, index: ChunkIndex, staging: Staging, tier: int) -> None:
+    def __init__(self, index: ChunkIndex, staging: Staging, tier: int, is_barred: IsOwner) -> None:
+        """Write to one of the tiers, but nothing of owners that are barred when its turn comes."""
         self._index = index
+        self._is_barred = is_barred
         self._staging = staging
         self._tier = staging.tiers[tier]
         self._queue: deque[Chunk] = deque()
@@ -91,11 +94,11 @@ class Demoter:
             self._queue.append(one)
 
     def _offer(self, chunk: Chunk) -> None:
-        if chunk.state is not ChunkState.SEALED:
+        if chunk.state is not ChunkState.SEALED or self._is_barred(chunk.owner):
             self._pass_over(chunk, "demotions_passed_over")
             return
         parent = chunk.parent.key if chunk.parent is not None else None
-        stored = StoredChunk(chunk.key, parent, chunk.nbytes, chunk.slot_nbytes, chunk.checksum)
+        stored = StoredChunk(chunk.key, parent, chunk.nbytes, chunk.slot_nbytes, chunk.checksum, chunk.owner)
         write = self._writes[chunk.key] = _Write(chunk)
         self._index.pin(chunk)
         self._writing_nbytes += chunk.nbytes

@@ -20,7 +20,7 @@ from kvist.model.keys import ChunkKey, Digest, chunk_keys
 from kvist.model.layout import GroupKind
 from kvist.model.rows import Row
 from kvist.storage.base import StoredChunk
-from kvist.tiering.reserving import Reserver
+from kvist.tiering.reserving import NoSlot, Reserver
 from kvist.tiering.staging import Staging
 
 _MATCHED_AT_ONCE = 256
@@ -230,11 +230,13 @@ class Promoter:
     def _reserve(self, key: ChunkKey, parent: Chunk | None, stored: Stored) -> Chunk | None:
         """Queue a read; None if there is no room for it."""
         has_room = self._reserved_nbytes + stored.slot_nbytes <= self._reserved_nbytes_max
-        slot_offset = self._reserver.allocate(stored.slot_nbytes, below=parent) if has_room else None
-        if slot_offset is None:
+        owner = self._staging.tiers[stored.tier].owner(key) if has_room else None
+        if owner is None or isinstance(
+            slot_offset := self._reserver.allocate(stored.slot_nbytes, below=parent, owner=owner), NoSlot
+        ):
             self.counters["promotions_refused"] += 1
             return None
-        chunk = self._index.reserve(key, parent, slot_offset, stored.slot_nbytes)
+        chunk = self._index.reserve(key, parent, slot_offset, stored.slot_nbytes, owner=owner)
         fetch = _Fetch(chunk, stored.tier, parent.key if parent is not None else None, stored.slot_nbytes)
         self._fetches[key] = fetch
         self._queue.append(fetch)
@@ -269,6 +271,7 @@ class Promoter:
 def _is_as_expected(fetch: _Fetch, stored: StoredChunk) -> bool:
     return (
         (stored.key, stored.parent, stored.slot_nbytes) == (fetch.chunk.key, fetch.parent, fetch.slot_nbytes)
+        and stored.owner == fetch.chunk.owner
         and 0 < stored.nbytes <= fetch.slot_nbytes
     )  # fmt: skip
 

@@ -1,21 +1,30 @@
 """Slots for new chunks: what is there already, what gets a slot, what gets none, and why.
 
 The law: a chunk of a group that needs whole prefixes gets a slot only behind its parent; a slot is made free by
-evicting leaves, never the chain that the new chunk hangs on. Chunks of other groups stand alone: a hole before them is
-no obstacle.
+evicting leaves, never the chain that the new chunk hangs on; of its owner's first, where the tenant has a quota and has
+reached it. Chunks of other groups stand alone: a hole before them is no obstacle.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
 from kvist.model.keys import Digest, chunk_keys
 from kvist.model.layout import GroupKind
+from kvist.model.owners import Owner
 from kvist.model.rows import RowMemory
 from kvist.storage.slots import SLOT_ALIGNMENT, SlotAllocator
 from kvist.units import align_up
+
+
+class NoSlot(enum.Enum):
+    """Why a chunk gets none."""
+
+    POOL_FULL = "pool full"
+    TENANT_QUOTA = "tenant quota"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +51,9 @@ class Reserver:
         return align_up(nbytes, SLOT_ALIGNMENT) <= self._slots.extent_nbytes
 
     def reserve(
-        self, held: RowMemory, parent_digests: Sequence[Digest], digests: Sequence[Digest], *, slot_nbytes: int
-    ) -> Reservation:
+        self, held: RowMemory, parent_digests: Sequence[Digest], digests: Sequence[Digest], *, slot_nbytes: int,
+        owner: Owner,
+    ) -> Reservation:  # fmt: skip
         """Reserve a slot for every chunk that is not there yet, evicting as needed, until one cannot be had.
 
         ``slot_nbytes`` is the size of the row's slots, also for its tails: with slots of their own sizes, these would
@@ -61,28 +71,30 @@ class Reserver:
             if chunk is not None:
                 present.append(chunk)
             else:
-                slot_offset = self.allocate(slot_nbytes, below=parent)
-                if slot_offset is None:
-                    return Reservation(reserved, present, len(digests) - number, "pool full")
-                chunk = self._index.reserve(key, parent, slot_offset, chunk_nbytes, slot_nbytes)
+                slot_offset = self.allocate(slot_nbytes, below=parent, owner=owner)
+                if isinstance(slot_offset, NoSlot):
+                    return Reservation(reserved, present, len(digests) - number, slot_offset.value)
+                chunk = self._index.reserve(key, parent, slot_offset, chunk_nbytes, slot_nbytes, owner=owner)
                 reserved.append((number, chunk))
             parent = chunk if is_chained else None
         return Reservation(reserved, present, 0, "")
 
-    def allocate(self, nbytes: int, *, below: Chunk | None) -> int | None:
-        """Return a slot, evicting leaves as needed, but never the chunk that the new one will hang below.
+    def allocate(self, nbytes: int, *, below: Chunk | None, owner: Owner) -> int | NoSlot:
+        """Return a slot for an owner, evicting leaves as needed, but never the chunk that the new one will hang below.
 
-        None if there is none, or no extent is so large: then nothing is evicted for it.
+        If no extent, or no quota, is so large, nothing is evicted for it.
         """
         if not self.fits(nbytes):
-            return None
+            return NoSlot.POOL_FULL
         pinned = below if below is not None and below.state is ChunkState.SEALED else None
         if pinned is not None:
             self._index.pin(pinned)
         try:
+            if not self._index.make_room(owner.tenant, nbytes):
+                return NoSlot.TENANT_QUOTA
             while (slot_offset := self._slots.allocate(nbytes)) is None:
                 if self._index.evict() is None:
-                    return None
+                    return NoSlot.POOL_FULL
             return slot_offset
         finally:
             if pinned is not None:

@@ -81,6 +81,20 @@ class TierStatus(msgspec.Struct, frozen=True):
     counters: dict[str, int] = {}
 
 
+class TenantStatus(msgspec.Struct, frozen=True):
+    """What a tenant has in the pool."""
+
+    name: str
+    """``*`` for all that have no line of their own."""
+    nbytes: int
+    """That its slots take of the pool."""
+    num_chunks: int
+    quota_nbytes: int
+    """0 if it has none."""
+    num_evicted: int
+    """Since it last had nothing."""
+
+
 class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     """Counters and gauges of one instant. Bytes and counts."""
 
@@ -100,6 +114,8 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     counters: dict[str, int] = {}
     tiers: list[TierStatus] = []
     """Behind the pool, the fastest first."""
+    tenants: list[TenantStatus] = []
+    """Those that have something in the pool, the largest first: at most 64, and one line for all others."""
     version: str = ""
     """Of the daemon."""
     uptime_s: float = 0.0

@@ -26,6 +26,7 @@ from kvist.wire.inspection import SessionRow as SessionRow
 from kvist.wire.inspection import SessionStatus as SessionStatus
 from kvist.wire.inspection import Status as Status
 from kvist.wire.inspection import StatusReply as StatusReply
+from kvist.wire.inspection import TenantStatus as TenantStatus
 from kvist.wire.inspection import TierStatus as TierStatus
 from kvist.wire.specs import GroupSpec as GroupSpec
 from kvist.wire.specs import MemorySpec as MemorySpec
@@ -130,6 +131,8 @@ class Store(msgspec.Struct, frozen=True, tag="store"):
     """Which of the registered rows."""
     tail_blocks: int = 0
     """Blocks of a tail, which is then the only chunk of this request; 0 where chunks are whole."""
+    tenant: str = ""
+    """Whose the chunks are: they count for its quota, and go with its purge. Their keys keep them apart."""
 
 
 class CopyDone(msgspec.Struct, frozen=True, tag="copy_done"):
@@ -160,7 +163,19 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 
 Request = (
-    Hello | Register | Descriptors | Lookup | Retrieve | Store | CopyDone | Release | Ping | Status | Describe | Find
+    Hello
+    | Register
+    | Descriptors
+    | Lookup
+    | Retrieve
+    | Store
+    | CopyDone
+    | Release
+    | Ping
+    | Status
+    | Describe
+    | Find
+    | Purge
 )
 
 
@@ -257,7 +272,7 @@ class StoreReply(msgspec.Struct, frozen=True, tag="store_reply"):
     """Were cached already, or are being stored by someone else."""
     num_refused: int = 0
     reason: str = ""
-    """Why the refused ones were: ``pool full``, ``no parent``, ``copy failed``."""
+    """Why the refused ones were: ``pool full``, ``tenant quota``, ``no parent``, ``copy failed``."""
 
 
 class CopyOrder(msgspec.Struct, frozen=True, tag="copy_order"):
@@ -301,6 +316,7 @@ Reply = (
     | StoreReply
     | CopyOrder
     | Released
+    | PurgeReply
     | Pong
     | StatusReply
     | Description

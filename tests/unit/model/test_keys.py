@@ -38,6 +38,8 @@ ROOT = "f80eae38b839383bd33a0281d3f6291a"
 ROOT_ADAPTER = "d8528cde8ee599f76053eda6a74d1428"
 ROOT_SALT = "a84585d7a154714bfbc8d087224e31fa"
 ROOT_ADAPTER_SALT = "1215e0db4a551aa3d2a96b7925714bb6"
+ROOT_TENANT = "ec1229c69c66db229a24067ea8fdaacf"
+ROOT_TENANT_SALT = "f3b833041b59f71bd3f3c378824c8481"
 CHAIN = "bc084243abbad4596e8de2b216d8b677cf116cc5caa5c86cedc9a2a6ca75e50a"
 CHAIN_MEDIA = "e03c8b124ea7a04183aa3de3d51cc436028183d7cb4d959d3a346bc49552b49e"
 TAILS = "4b2e422d909e3857f2e9b319f7db957668b5e5f2ae95c71198ada88b92333393"
@@ -49,11 +51,12 @@ def reference_text(value: str) -> bytes:
     return bytes([len(raw) >> 24, len(raw) >> 16 & 255, len(raw) >> 8 & 255, len(raw) & 255]) + raw
 
 
-def reference_root(namespace: Namespace, adapter: str = "", salt: str = "") -> bytes:
+def reference_root(namespace: Namespace, adapter: str = "", salt: str = "", tenant: str = "") -> bytes:
     written = reference_text("kvist key 1")
     for name in ("model", "revision", "dtype", "layout", "shards", "chunk_tokens", "weights"):
         written += reference_text(name) + reference_text(str(getattr(namespace, name)))
-    return hashlib.sha256(written + reference_text(adapter) + reference_text(salt)).digest()[:16]
+    written += reference_text(adapter) + reference_text(salt) + (reference_text(tenant) if tenant else b"")
+    return hashlib.sha256(written).digest()[:16]
 
 
 def reference_chain(root: bytes, tokens: list[int], width: int, media: tuple[MediaItem, ...] = ()) -> bytes:
@@ -93,6 +96,8 @@ def test_roots_are_the_golden_ones():
         ROOT_ADAPTER: {"adapter": "lora:7"},
         ROOT_SALT: {"salt": "tenant"},
         ROOT_ADAPTER_SALT: {"adapter": "lora:7", "salt": "tenant"},
+        ROOT_TENANT: {"tenant": "team"},
+        ROOT_TENANT_SALT: {"salt": "tenant", "tenant": "team"},
     }.items():
         assert root_digest(LLAMA, **place).hex() == golden
         assert reference_root(LLAMA, **place).hex() == golden
@@ -160,19 +165,24 @@ def test_every_field_of_a_namespace_is_tried_above():
 
 
 def test_adapters_and_tenants_are_apart():
-    """Base, two adapters and two salts are five spaces; the same text is another thing as adapter than as salt."""
+    """Adapters, salts and tenants are spaces of their own; the same text is another thing in each of the three.
+
+    No salt can be written so that it stands for another's salt and tenant.
+    """
     places = [{}, {"adapter": "x"}, {"adapter": "y"}, {"salt": "x"}, {"salt": "y"}, {"adapter": "x", "salt": "y"}]
+    places += [{"tenant": "x"}, {"tenant": "y"}, {"salt": "x", "tenant": "y"}, {"salt": "\0\0\0\1x", "tenant": "y"}]
+    places += [{"salt": "x\0\0\0\1y"}, {"salt": "\0\0\0\1xy"}]
     assert len({root_digest(LLAMA, **place) for place in places}) == len(places)
     assert [root_digest(LLAMA, **place) for place in places] == [root_digest(LLAMA, **place) for place in places]
 
 
 def test_no_salt_is_the_empty_salt():
-    """An absent salt or adapter is the empty one."""
-    assert root_digest(LLAMA) == root_digest(LLAMA, adapter="", salt="")
+    """An absent salt, adapter or tenant is the empty one."""
+    assert root_digest(LLAMA) == root_digest(LLAMA, adapter="", salt="", tenant="")
 
 
 texts = st.text(alphabet="as\0lt", max_size=3) | st.sampled_from(["adapter", "salt", "weights", "dtype", "\ud800"])
-identities = st.tuples(texts, texts, texts, texts, texts, st.integers(1, 3), texts, texts, texts)
+identities = st.tuples(texts, texts, texts, texts, texts, st.integers(1, 3), texts, texts, texts, texts)
 
 
 @given(st.lists(identities, min_size=2, max_size=20))
@@ -180,8 +190,9 @@ def test_no_text_can_be_moved_from_field_to_field(found: list[tuple]):
     """Two identities have one root only if they are equal in every field."""
     roots = {}
     for identity in found:
-        *fields, adapter, salt = identity
-        roots.setdefault(root_digest(Namespace(*fields), adapter=adapter, salt=salt), set()).add(identity)
+        *fields, adapter, salt, tenant = identity
+        root = root_digest(Namespace(*fields), adapter=adapter, salt=salt, tenant=tenant)
+        roots.setdefault(root, set()).add(identity)
     assert len(roots) == len(set(found))
 
 

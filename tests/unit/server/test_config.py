@@ -78,6 +78,9 @@ BAD_VALUES = [
     ("allow_uids", "root"),
     ("log_level", "loud"),
     ("isolate", "maybe"),
+    ("tenant_quota", "team-a"),
+    ("tenant_quota", "team-a=many"),
+    ("tenant_quota", "team-a=0"),
     ("socket", "/tmp/" + "x" * 200),
 ]
 
@@ -206,3 +209,12 @@ def test_half_a_disk_is_refused(flags: dict[str, Any], words: tuple[str, ...]):
     with pytest.raises(ConfigError) as caught:
         load_config(None, flags, {})
     assert all(word in str(caught.value) for word in words)
+
+
+def test_quotas_are_read_by_name(tmp_path: Path):
+    """A name may have an equals sign, or be empty, or stand for all others; none is there twice."""
+    config = load(tmp_path, flags={"tenant_quota": ["a=b=1KiB", "=2KiB", "*=1.5GiB"]})
+    assert dict(config.quotas.nbytes) == {"a=b": 1024, "": 2048, "*": 3 << 29}
+    assert load(tmp_path, KVIST_TENANT_QUOTA="a=1KiB,b=3").quotas.nbytes == {"a": 1024, "b": 3}
+    with pytest.raises(ConfigError, match="'a' is there twice"):
+        load(tmp_path, flags={"tenant_quota": ["a=1KiB", "a=2KiB"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable
 
@@ -12,15 +13,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
 from kvist.index.eviction import LeastRecentlyUsed
+from kvist.index.tenants import Tenants
 from kvist.model.coverage import Need, first_needed
 from kvist.model.keys import Digest, chunk_keys
 from kvist.model.layout import GroupKind
+from kvist.model.owners import Owner, Quotas
 from kvist.model.rows import Row
+from kvist.server.purging import Purger
+from kvist.server.sessions import Peer
 from kvist.storage.base import StoredChunk
 from kvist.storage.slots import SlotAllocator
 from kvist.tiering.controller import TierController, TiersBehind, WritePolicy
 from kvist.tiering.promoting import Wanted
-from kvist.tiering.reserving import Reserver
+from kvist.tiering.reserving import NoSlot, Reserver
+from kvist.wire import messages as wire
 from tests.support.memory import stamp
 from tests.support.memory_tier import MemoryTier
 
@@ -29,6 +35,8 @@ SLOT_NBYTES = 4096
 NEEDS = (Need(GroupKind.FULL), Need(GroupKind.WINDOW, 2), Need(GroupKind.RECURRENT))
 ROWS = [Row(group, 0) for group in range(len(NEEDS))]
 PROMPTS = [[Digest(bytes([stem] * 8 + [number] * 8)) for number in range(5)] for stem in range(2)]
+OWNERS = (Owner("a", "model"), Owner("b", ""))
+"""Of the prompts."""
 
 
 def key_of(row: Row, digest: Digest):
@@ -42,7 +50,9 @@ class Tiering(RuleBasedStateMachine):
         super().__init__()
         self.pool = np.zeros(NUM_SLOTS * SLOT_NBYTES, dtype=np.uint8)
         self.slots = SlotAllocator(self.pool.nbytes)
-        self.index = ChunkIndex(LeastRecentlyUsed(), self.slots.free)
+        self.index = ChunkIndex(
+            LeastRecentlyUsed(), self.slots.free, Tenants(Quotas({"a": 6 * SLOT_NBYTES}), self.slots.nbytes)
+        )  # fmt: skip
         self.tiers = [MemoryTier("fast"), MemoryTier("slow", must_wait_for_parents=True)]
         self.posted: deque[Callable[[], None]] = deque()
         self.reserver = Reserver(self.index, self.slots)
@@ -51,17 +61,19 @@ class Tiering(RuleBasedStateMachine):
             TiersBehind(self.pool.data, self.tiers, WritePolicy.ALWAYS), self.index, self.reserver, self.posted.append,
             on_quiet=self.note_quiet,
         )  # fmt: skip
+        self.purger = Purger(self.index, self.controller, self.posted.append)
         self.held: list[list[Chunk]] = []
+        self.num_stored = dict.fromkeys(OWNERS, 0)
 
     @initialize()
     def begin_with_full_tiers(self) -> None:
         """Let both tiers have both prompts, and the pool nothing."""
-        for prompt in PROMPTS:
+        for prompt, owner in zip(PROMPTS, OWNERS, strict=True):
             for row in ROWS:
                 parent = None
                 for digest in prompt:
                     key = key_of(row, digest)
-                    stored = StoredChunk(key, parent, SLOT_NBYTES, SLOT_NBYTES, key)
+                    stored = StoredChunk(key, parent, SLOT_NBYTES, SLOT_NBYTES, key, owner)
                     for tier in self.tiers:
                         tier.chunks[key] = stored, stamp(key, SLOT_NBYTES)
                     parent = key if NEEDS[row.group].kind is GroupKind.FULL else None
@@ -74,15 +86,17 @@ class Tiering(RuleBasedStateMachine):
     def store(self, prompt: list[Digest], row: Row, end: int) -> None:
         """Keep the first chunks of a prompt in a row, as far as there is room."""
         parent = None
+        owner = OWNERS[PROMPTS.index(prompt)]
         sealed = []
         for digest in prompt[:end]:
             key = key_of(row, digest)
             chunk = self.index.get(key)
             if chunk is None:
-                offset = self.reserver.allocate(SLOT_NBYTES, below=parent)
-                if offset is None:
+                offset = self.reserver.allocate(SLOT_NBYTES, below=parent, owner=owner)
+                if isinstance(offset, NoSlot):
                     break
-                chunk = self.index.reserve(key, parent, offset, SLOT_NBYTES)
+                chunk = self.index.reserve(key, parent, offset, SLOT_NBYTES, owner=owner)
+                self.num_stored[owner] += 1
                 self.pool[offset : offset + SLOT_NBYTES] = np.frombuffer(stamp(key, SLOT_NBYTES), dtype=np.uint8)
                 self.index.seal(chunk, key)
                 sealed.append(chunk)
@@ -149,6 +163,20 @@ class Tiering(RuleBasedStateMachine):
             self.controller.drop([key])
             assert all(tier.find([key]) == [None] for tier in self.tiers)
 
+    @rule(number=st.integers(0, 1), is_by_tenant=st.booleans())
+    def purge(self, number: int, is_by_tenant: bool) -> None:
+        """Begin to purge an owner; when it is over no tier has anything of it, and the pool what was kept."""
+        owner, before = OWNERS[number], dict(self.num_stored)
+
+        def check(reply: wire.PurgeReply) -> None:
+            assert not any(chunk.owner == owner for tier in self.tiers for chunk, _ in tier.chunks.values())
+            num_left = sum(chunk.owner == owner for chunk in self.index._chunks.values())
+            assert num_left <= reply.num_kept + self.num_stored[owner] - before[owner]
+            assert reply.nbytes == reply.num_chunks * SLOT_NBYTES
+
+        by = {"tenant": owner.tenant} if is_by_tenant else {"model": owner.model}
+        self.purger.begin(Peer(1, os.getuid()), wire.Purge(1, **by), check)
+
     @rule(number=st.integers(0, 1), is_off=st.booleans(), writes_max=st.integers(0, 3))
     def trouble(self, number: int, is_off: bool, writes_max: int) -> None:
         """Let a tier be off for a while, or take less."""
@@ -173,6 +201,7 @@ class Tiering(RuleBasedStateMachine):
             if chunk.state is ChunkState.SEALED:
                 found = self.pool[chunk.slot_offset : chunk.slot_offset + chunk.nbytes].tobytes()
                 assert (found, chunk.checksum) == (stamp(key, SLOT_NBYTES), key)
+            assert chunk.owner == OWNERS[[key[:16] in prompt for prompt in PROMPTS].index(True)]
         for tier in self.tiers:
             assert all(content == stamp(key, SLOT_NBYTES) for key, (_, content) in tier.chunks.items())
             parents = [chunk.parent for chunk, _ in tier.chunks.values() if chunk.parent is not None]

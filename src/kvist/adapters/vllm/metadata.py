@@ -58,6 +58,7 @@ class StoreJob:
 
     id: int
     parts: tuple[StorePart, ...]
+    tenant: str = ""
 
 
 @dataclass

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kvist.errors import ConfigError
+from kvist.errors import ConfigError, KeyInvalid
+from kvist.model.owners import check_tenant
 from kvist.wire.address import default_socket_path
 
 CONNECTOR: Final = "KvistConnector"
@@ -44,6 +45,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``opaque`` keeps blocks as their kernels pack them, for engines of the same kind alone; empty chooses."""
     weights_version: str = ""
     """Names weights that the model's name and revision do not tell apart."""
+    tenant: str = ""
+    """Whose prompts these are, unless a request says otherwise: tenants share nothing, and may have quotas."""
 
     def __post_init__(self) -> None:
         if self.chunk_tokens < 0 or self.deadline_s <= 0:
@@ -58,6 +61,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"head_shards must not be negative: {self.head_shards}")
         if self.pages not in ("", "opaque"):
             raise ConfigError(f"pages {self.pages!r} is neither empty nor 'opaque'")
+        try:
+            check_tenant(self.tenant)
+        except KeyInvalid as error:
+            raise ConfigError(f"tenant: {error}") from error
 
     @property
     def socket_path(self) -> str:
@@ -72,6 +79,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Its prefix may come from the cache."""
     write: bool = True
     """Its KV may be kept."""
+    tenant: str = ""
+    """Whose it is; the engine's where it does not say."""
 
 
 def parse_options(extra: Mapping[str, Any]) -> Options:
@@ -87,13 +96,17 @@ def parse_options(extra: Mapping[str, Any]) -> Options:
         raise ConfigError(f"kv_connector_extra_config: {error}; known keys: {known}") from error
 
 
-def parse_request_options(parameters: Mapping[str, Any] | None) -> RequestOptions:
-    """Read a request's options.
+def parse_request_options(parameters: Mapping[str, Any] | None, tenant: str = "") -> RequestOptions:
+    """Read a request's options; ``tenant`` is the engine's.
 
     Raises:
         ConfigError: an unknown key, or a value that does not fit; names it.
+        KeyInvalid: its tenant cannot have this name.
     """
     try:
-        return msgspec.convert((parameters or {}).get("kvist") or {}, RequestOptions)
+        options = msgspec.convert((parameters or {}).get("kvist") or {}, RequestOptions)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_transfer_params['kvist']: {error}; known keys: read, write") from error
+        known = ", ".join(RequestOptions.__struct_fields__)
+        raise ConfigError(f"kv_transfer_params['kvist']: {error}; known keys: {known}") from error
+    check_tenant(options.tenant)
+    return options if options.tenant else msgspec.structs.replace(options, tenant=tenant)

@@ -97,7 +97,7 @@ class SchedulerSide:
         self._clock = clock
         self._pace = PrefillPace()
         self._pool: Any = None
-        self._roots: dict[tuple[str, str], Digest] = {}
+        self._roots: dict[tuple[str, ...], Digest] = {}
         self._tracked: dict[str, Tracked] = {}
         self._jobs: dict[int, _Job] = {}
         self._next_job = 1
@@ -286,13 +286,14 @@ class SchedulerSide:
     def _track(self, request: Any) -> Tracked | None:
         """Begin to follow a request; None if its KV has no name, or it allows nothing."""
         try:
-            options = parse_request_options(getattr(request, "kv_transfer_params", None))
+            options = parse_request_options(getattr(request, "kv_transfer_params", None), self._options.tenant)
             if getattr(request, "prompt_embeds", None) is not None or getattr(request, "prompt_is_token_ids", None):
                 return None  # An input without an identity.
             if getattr(request, "resumable", False):
                 return None  # Its tokens may change under their keys.
             media = [MediaItem(*item) for item in layout.media_of(request)]
-            root = self._root(layout.adapter_of(request), str(getattr(request, "cache_salt", None) or ""))
+            salt = str(getattr(request, "cache_salt", None) or "")
+            root = self._root(layout.adapter_of(request), salt, options.tenant)
             tracked = Tracked(request, options, root, self._chunk_tokens, media)
             tracked.num_offered = {group.number: 0 for group in self._groups}
             tracked.num_whole_chunks()
@@ -304,10 +305,10 @@ class SchedulerSide:
         self._tracked[request.request_id] = tracked
         return tracked
 
-    def _root(self, adapter: str, salt: str) -> Digest:
-        root = self._roots.get((adapter, salt))
-        if root is None:
-            root = self._roots[adapter, salt] = root_digest(self._namespace, adapter=adapter, salt=salt)
+    def _root(self, *place: str) -> Digest:
+        if (root := self._roots.get(place)) is None:
+            adapter, salt, tenant = place
+            root = self._roots[place] = root_digest(self._namespace, adapter=adapter, salt=salt, tenant=tenant)
         return root
 
     def _ask(self, tracked: Tracked) -> None:
@@ -461,7 +462,7 @@ class SchedulerSide:
         block_ids = [block_id for part in parts for block_id in part.block_ids]
         num_tail_tokens = sum(len(part.block_ids) * self._tail_block_tokens for part in parts if part.is_tail)
         num_tokens = len(chosen[self._counted_group]) * self._chunk_tokens + num_tail_tokens
-        return [StoreJob(self._hold(block_ids, num_tokens), tuple(parts))] if parts else []
+        return [StoreJob(self._hold(block_ids, num_tokens), tuple(parts), tracked.options.tenant)] if parts else []
 
     def _tail_to_store(self, tracked: Tracked, tables: Tables, end: int, num_free: int) -> list[StorePart]:
         """Return what a request leaves behind its last whole chunk, if that is kept."""

@@ -163,7 +163,7 @@ class WorkerSide:
             if job.id not in self._stores:
                 pending = self._stores[job.id] = []
                 for part in job.parts:
-                    pending += [self._send_store(part, row) for row in self._rows(part.group)]
+                    pending += [self._send_store(part, row, job.tenant) for row in self._rows(part.group)]
 
     def collect(self) -> Results:
         """Return what has ended since the last call."""
@@ -255,11 +255,11 @@ class WorkerSide:
             return self._lane.load(build, places)
         return self._submit(build)
 
-    def _send_store(self, part: StorePart, row: int) -> Pending:
+    def _send_store(self, part: StorePart, row: int, tenant: str) -> Pending:
         block_ids, tail_blocks = _pack(part.block_ids), len(part.block_ids) * part.is_tail
         is_fenced = self._fence is not None
         return self._submit(
-            lambda number: wire.Store(number, part.digests, part.parent, block_ids, is_fenced, row, tail_blocks)
+            lambda number: wire.Store(number, part.digests, part.parent, block_ids, is_fenced, row, tail_blocks, tenant)
         )
 
     def _failed_blocks(self, load: _Load) -> set[int]:

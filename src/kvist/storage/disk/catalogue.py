@@ -4,7 +4,7 @@ The laws: a chunk's parent is in the catalogue for as long as the chunk is. Evic
 that is settled and that nobody holds, so a prefix is eaten from its end. A row that is held when its chunk goes is
 not used for another until it is let go.
 
-A chunk is a row of columns, at 50 bytes, and an entry of one dictionary; what is read with its bytes stays on disk.
+A chunk is a row of columns, at 52 bytes, and an entry of one dictionary; what is read with its bytes stays on disk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import heapq
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -54,6 +54,7 @@ class Columns:
     directories: npt.NDArray[np.uint8]
     states: npt.NDArray[np.uint8]
     last_used: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.uint16]
 
 
 class Catalogue:
@@ -76,6 +77,8 @@ class Catalogue:
         self.state = array("B")
         self.holds = array("H")
         self.last_used = array("q")
+        self.owner = array("H")
+        """A number that its callers give."""
         self._free = NO_ROW
         self._clock = 0
         self._victims: list[tuple[int, int]] = []
@@ -104,7 +107,9 @@ class Catalogue:
             if row is not None:
                 last_used[row] = clock - depth
 
-    def insert(self, key: ChunkKey, parent: int, nbytes: int, slot_nbytes: int, header_pages: int) -> int:
+    def insert(
+        self, key: ChunkKey, parent: int, nbytes: int, slot_nbytes: int, header_pages: int, owner: int = 0
+    ) -> int:
         """Add a pending chunk below a row, or ``NO_ROW``; return its row."""
         assert key not in self._rows
         assert parent == NO_ROW or self.state[parent] in (RowState.PENDING, RowState.SETTLED)
@@ -114,6 +119,7 @@ class Catalogue:
         self.nbytes[row] = nbytes
         self.slot_nbytes[row] = slot_nbytes
         self.header_pages[row] = header_pages
+        self.owner[row] = owner
         self.state[row] = RowState.PENDING
         self._clock += 1
         self.last_used[row] = self._clock
@@ -160,6 +166,12 @@ class Catalogue:
                 below.append(child)
                 child = self._next[child]
         return below
+
+    def is_leaf_of(self, row: int, owners: Collection[int], *, or_above: bool) -> bool:
+        """Return whether a row has a chunk of some owners with nothing below it, or, if that does not matter, any."""
+        if row == NO_ROW or self.state[row] not in (RowState.PENDING, RowState.SETTLED):
+            return False
+        return self.owner[row] in owners and (or_above or self._first_child[row] == NO_ROW)
 
     def remove(self, row: int) -> None:
         """Take a leaf out of the catalogue. Its row stays as it is until ``free`` or, if held, the last ``let_go``."""
@@ -213,6 +225,7 @@ class Catalogue:
             directories=np.array(self.directory, dtype=np.uint8),
             states=np.array(self.state, dtype=np.uint8),
             last_used=np.array(self.last_used, dtype=np.int64),
+            owners=np.array(self.owner, dtype=np.uint16),
         )
 
     def load(self, columns: Columns, rows: dict[ChunkKey, int] | None = None) -> None:
@@ -234,6 +247,7 @@ class Catalogue:
         self.state.frombytes(np.full(num, RowState.SETTLED, dtype=np.uint8).tobytes())
         self.holds.frombytes(bytes(2 * num))
         self.last_used.frombytes(columns.last_used.tobytes())
+        self.owner.frombytes(columns.owners.tobytes())
         self._clock = int(columns.last_used.max(initial=0))
         first, following, previous = _link(columns.parents)
         self._first_child.frombytes(first.tobytes())
@@ -266,7 +280,7 @@ class Catalogue:
         self.keys.append(ChunkKey(b""))
         for column in (
             self.parent, self._first_child, self._next, self._previous, self.page, self.nbytes, self.slot_nbytes,
-            self.header_pages, self.directory, self.state, self.holds, self.last_used,
+            self.header_pages, self.directory, self.state, self.holds, self.last_used, self.owner,
         ):  # fmt: skip
             column.append(0)
         return len(self.keys) - 1

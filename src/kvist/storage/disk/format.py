@@ -7,6 +7,7 @@ be right. A version that we do not know is told from damage, because it must be 
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -14,7 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
+from kvist.errors import KeyInvalid
 from kvist.model.keys import DIGEST_NBYTES, ChunkKey
+from kvist.model.owners import Owner
 from kvist.storage.base import StoredChunk
 from kvist.units import align_up
 
@@ -34,17 +37,21 @@ _VERSION: Final = struct.Struct("<8sI")
 _FILE: Final = struct.Struct("<8sI4x16sQQQ")
 _CHUNK: Final = struct.Struct("<8sIIQQQ20s20sHHI")
 _BATCH: Final = struct.Struct("<4sIQ")
-_ENTRY: Final = struct.Struct("<BBHI20s20sQQQQ")
+_ENTRY: Final = struct.Struct("<BBHHH20s20sQQQQ")
+_NAME: Final = struct.Struct("<BBHHH72s")
+_NAME_PIECE_NBYTES: Final = 72
+_NAME_NBYTES: Final = struct.Struct("<H")
 _SUM: Final = struct.Struct("<Q")
 BATCH_NBYTES: Final = _BATCH.size + _SUM.size
 _CHUNK_FIXED_NBYTES: Final = _CHUNK.size + _SUM.size
 
 PUT: Final = 1
 DROP: Final = 2
+NAME: Final = 3
 HAS_PARENT: Final = 1
 ENTRY: Final = np.dtype(
     [
-        ("kind", "u1"), ("flags", "u1"), ("header_pages", "<u2"), ("reserved", "<u4"),
+        ("kind", "u1"), ("flags", "u1"), ("header_pages", "<u2"), ("owner", "<u2"), ("reserved", "<u2"),
         ("key", f"V{KEY_NBYTES}"), ("parent", f"V{KEY_NBYTES}"),
         ("offset", "<u8"), ("nbytes", "<u8"), ("slot_nbytes", "<u8"), ("last_used", "<u8"),
     ]
@@ -153,18 +160,66 @@ def parse_chunk_header(raw: bytes | memoryview) -> ChunkHeader | None:
     return ChunkHeader(StoredChunk(ChunkKey(key), above, nbytes, slot_nbytes, checksum), payload_sum, header_nbytes)
 
 
-def encode_put(chunk: StoredChunk, header_pages: int, offset: int, last_used: int) -> bytes:
-    """Return the entry of the log that says where a chunk is."""
+def encode_put(chunk: StoredChunk, owner: int, header_pages: int, offset: int, last_used: int) -> bytes:
+    """Return the entry of the log that says where a chunk is, and the number of its owner."""
     flags = 0 if chunk.parent is None else HAS_PARENT
     above = chunk.parent or NO_KEY
     return _ENTRY.pack(
-        PUT, flags, header_pages, 0, chunk.key, above, offset, chunk.nbytes, chunk.slot_nbytes, last_used
+        PUT, flags, header_pages, owner, 0, chunk.key, above, offset, chunk.nbytes, chunk.slot_nbytes, last_used
     )
 
 
 def encode_drop(key: ChunkKey, offset: int) -> bytes:
     """Return the entry of the log that says that a chunk is there no more."""
-    return _ENTRY.pack(DROP, 0, 0, 0, key, NO_KEY, offset, 0, 0, 0)
+    return _ENTRY.pack(DROP, 0, 0, 0, 0, key, NO_KEY, offset, 0, 0, 0)
+
+
+def num_name_entries(owner: Owner) -> int:
+    """Return how many entries of the log an owner's name takes."""
+    return -(-len(_name_of(owner)) // _NAME_PIECE_NBYTES)
+
+
+def encode_names(owners: Mapping[int, Owner]) -> bytes:
+    """Return the entries of the log that say whose numbers these are."""
+    entries = []
+    for number, owner in owners.items():
+        raw = _name_of(owner)
+        for at in range(0, len(raw), _NAME_PIECE_NBYTES):
+            piece = raw[at : at + _NAME_PIECE_NBYTES]
+            entries.append(_NAME.pack(NAME, 0, len(raw), number, 0, piece))
+    return b"".join(entries)
+
+
+def parse_names(entries: Entries) -> dict[int, Owner]:
+    """Return whose numbers a log's entries of names say they are; the later ones win, those that say nothing do not."""
+    owners: dict[int, Owner] = {}
+    raw, nbytes, number = bytearray(), 0, 0
+    for _, _, name_nbytes, found, _, piece in _NAME.iter_unpack(entries.tobytes()):
+        if not raw:
+            nbytes, number = name_nbytes, found
+        raw += piece
+        if len(raw) >= nbytes or (name_nbytes, found) != (nbytes, number):
+            owner = _parse_name(bytes(raw[:nbytes])) if (name_nbytes, found) == (nbytes, number) else None
+            if owner is not None:
+                owners[number] = owner
+            raw.clear()
+    return owners
+
+
+def _name_of(owner: Owner) -> bytes:
+    tenant = owner.tenant.encode()
+    return _NAME_NBYTES.pack(len(tenant)) + tenant + owner.model.encode()
+
+
+def _parse_name(raw: bytes) -> Owner | None:
+    if len(raw) < _NAME_NBYTES.size:
+        return None
+    (tenant_nbytes,) = _NAME_NBYTES.unpack_from(raw)
+    names = raw[_NAME_NBYTES.size :]
+    try:
+        return Owner(names[:tenant_nbytes].decode(), names[tenant_nbytes:].decode())
+    except (UnicodeDecodeError, KeyInvalid):
+        return None
 
 
 def encode_batch(number: int, entries: bytes, seed: int) -> bytes:

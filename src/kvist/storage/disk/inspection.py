@@ -1,6 +1,7 @@
-"""Directories of the disk tier, looked at while nobody uses them.
+"""Directories of the disk tier, looked at and purged while nobody uses them.
 
-The law: looking changes nothing but the lock's text, and what ``verify`` does not name is what was stored.
+The laws: looking changes nothing but the lock's text, and what ``verify`` does not name is what was stored. A purge by
+owner leaves a log that names all others, or the log as it was.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kvist.errors import ConfigError
+from kvist.model.owners import NOBODY, IsOwner
 from kvist.storage.disk.chunk_io import Scratch
 from kvist.storage.disk.directory import LOCK_NAME, SLAB_NAME, DiskDirectory, take_lock
 from kvist.storage.disk.files import Files
-from kvist.storage.disk.format import PAGE_NBYTES
-from kvist.storage.disk.log import LOG_NAME, NEW_LOG_NAME
+from kvist.storage.disk.format import PAGE_NBYTES, encode_names
+from kvist.storage.disk.log import LOG_NAME, NEW_LOG_NAME, DiskLog
 from kvist.storage.disk.opening import sound_entries
 
 
@@ -97,6 +101,36 @@ def purge(files: Files, path: Path) -> None:
             files.close(lock)
     except OSError as error:
         raise ConfigError(f"{path} cannot be purged: {error.strerror or error}") from error
+
+
+def purge_owned(files: Files, path: Path, is_owner: IsOwner) -> int:
+    """Remove what some owners have from a directory's log; return how many chunks that were.
+
+    Their bytes stay in the slab until others are written over them. What builds on them goes with the next start.
+
+    Raises:
+        ConfigError: as ``describe``, or the disk fails.
+    """
+    directory = DiskDirectory(files, path, is_created=False)
+    try:
+        loaded = directory.loaded
+        if loaded is None:
+            return 0
+        owners = {0: NOBODY, **loaded.owners}
+        purged = [number for number, owner in owners.items() if is_owner(owner)]
+        is_kept = ~np.isin(loaded.entries["owner"], purged)
+        kept = loaded.entries[is_kept]
+        named = {number: owners[number] for number in np.unique(kept["owner"]).tolist() if number in loaded.owners}
+        log = DiskLog(files, path, loaded.header)
+        try:
+            log.rewrite(encode_names(named) + kept.tobytes())
+        finally:
+            log.close()
+        return int((~is_kept).sum())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be purged: {error.strerror or error}") from error
+    finally:
+        directory.close()
 
 
 def _find_bad(directory: DiskDirectory) -> list[BadChunk]:

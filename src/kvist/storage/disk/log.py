@@ -15,6 +15,7 @@ import numpy as np
 
 from kvist.errors import ConfigError
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import Owner
 from kvist.storage.disk.files import Files, read_all, write_all
 from kvist.storage.disk.format import (
     BATCH_NBYTES,
@@ -22,6 +23,7 @@ from kvist.storage.disk.format import (
     ENTRY,
     FORMAT_VERSION,
     LOG,
+    NAME,
     PAGE_NBYTES,
     PUT,
     Entries,
@@ -31,6 +33,7 @@ from kvist.storage.disk.format import (
     encode_file_header,
     find_version,
     parse_file_header,
+    parse_names,
     replay,
 )  # fmt: skip
 
@@ -49,6 +52,8 @@ class Loaded:
     """Which entry is whose."""
     entries: Entries
     """Puts, one for each chunk."""
+    owners: dict[int, Owner]
+    """By the numbers that the entries have for them."""
     num_batches: int
     end: int
     """Of the whole batches, in the file."""
@@ -93,8 +98,8 @@ def load(files: Files, fd: int, path: Path) -> Loaded | None:
     if header is None:
         return None
     result = replay(memoryview(raw)[PAGE_NBYTES:], header.seed)
-    rows, entries = _live(result.entries)
-    return Loaded(header, rows, entries, result.num_batches, PAGE_NBYTES + result.end, result.num_torn_nbytes)
+    rows, entries, owners = _live(result.entries)
+    return Loaded(header, rows, entries, owners, result.num_batches, PAGE_NBYTES + result.end, result.num_torn_nbytes)
 
 
 class DiskLog:
@@ -176,15 +181,18 @@ def is_due(nbytes: int, num_chunks: int) -> bool:
     return nbytes > 2 * rewritten_nbytes(num_chunks) + _SLACK_NBYTES
 
 
-def _live(raw: bytes | memoryview) -> tuple[dict[ChunkKey, int], Entries]:
-    """Return the puts that no drop undid, and which is whose."""
+def _live(raw: bytes | memoryview) -> tuple[dict[ChunkKey, int], Entries, dict[int, Owner]]:
+    """Return the puts that no drop undid, which is whose, and the owners' numbers."""
     entries = np.frombuffer(raw, dtype=ENTRY)
+    is_name = entries["kind"] == NAME
+    owners = parse_names(entries[is_name])
+    entries = entries[~is_name] if is_name.any() else entries
     keys: list[ChunkKey] = entries["key"].tolist()
     kinds = entries["kind"]
     if (kinds == PUT).all():
         rows = dict(zip(keys, range(len(keys)), strict=True))
         if len(rows) == len(keys):
-            return rows, entries
+            return rows, entries, owners
     offsets = entries["offset"].tolist()
     live: dict[ChunkKey, int] = {}
     for row, (kind, key) in enumerate(zip(kinds.tolist(), keys, strict=True)):
@@ -194,4 +202,4 @@ def _live(raw: bytes | memoryview) -> tuple[dict[ChunkKey, int], Entries]:
         elif kind == DROP and before is not None and offsets[before] == offsets[row]:
             del live[key]
     entries = entries[list(live.values())]
-    return dict(zip(live, range(len(live)), strict=True)), entries
+    return dict(zip(live, range(len(live)), strict=True)), entries, owners

@@ -7,7 +7,7 @@ wherever it lies. What is not is in no log either before anything new is written
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import repeat
@@ -19,10 +19,20 @@ import numpy.typing as npt
 
 from kvist.device.libc import trim_memory
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import NOBODY, Owner, Owners
 from kvist.storage.disk.catalogue import NO_ROW, Catalogue, Columns, RowState, closed_rows
 from kvist.storage.disk.directory import DiskDirectory
 from kvist.storage.disk.files import Files
-from kvist.storage.disk.format import ENTRY, HAS_PARENT, NO_KEY, PAGE_NBYTES, PUT, Entries
+from kvist.storage.disk.format import (
+    ENTRY,
+    HAS_PARENT,
+    NO_KEY,
+    PAGE_NBYTES,
+    PUT,
+    Entries,
+    encode_names,
+    num_name_entries,
+)  # fmt: skip
 from kvist.storage.disk.log import Loaded
 from kvist.storage.slots import SlotAllocator
 
@@ -38,6 +48,9 @@ class Opened:
 
     directories: list[DiskDirectory]
     catalogue: Catalogue
+    owners: Owners
+    named: list[dict[int, Owner]]
+    """Whose numbers each directory's log says."""
     num_lost: int
     """Chunks that a log named and that are not there, or of no use."""
     num_torn_nbytes: int
@@ -67,29 +80,29 @@ def open_directories(files: Files, paths: Sequence[Path], nbytes: int) -> Opened
             directory.plan(nbytes // len(directories))
         merged = _Merged.of(directories)
         columns, is_kept = merged.keep(directories)
+        named = [_named(columns, number, merged.owners) for number in range(len(directories))]
         catalogue = Catalogue()
         catalogue.load(columns, merged.rows if is_kept.all() else None)
         for number, directory in enumerate(directories):
             is_whole = (
                 bool(is_kept[merged.directories == number].all()) and torn[number] == 0 and directory.loaded is not None
             )
-            is_whole = is_whole and not directory.is_loaded_log_due()
-            directory.prepare(None if is_whole else encode_puts(columns, number))
+            is_whole = is_whole and not directory.is_loaded_log_due() and not merged.is_renumbered[number]
+            directory.prepare(None if is_whole else encode_log(columns, number, named[number]))
+        owners = merged.owners
         undo.pop_all()
     del merged, columns, is_kept
     trim_memory()  # Reading a log takes some times what is kept of it.
     num_lost = num_named - len(catalogue)
     if num_lost or any(torn):
         logger.warning("disk chunks lost chunks=%d torn_nbytes=%d", num_lost, sum(torn))
-    return Opened(directories, catalogue, num_lost, sum(torn), num_begun_anew)
+    return Opened(directories, catalogue, owners, named, num_lost, sum(torn), num_begun_anew)
 
 
-def encode_puts(columns: Columns, directory: int) -> bytes:
-    """Return the entries of the log that name all settled chunks of one directory."""
+def encode_log(columns: Columns, directory: int, named: Mapping[int, Owner]) -> bytes:
+    """Return the entries of a log that names some owners, and all settled chunks of one directory."""
     rows = np.flatnonzero((columns.states == RowState.SETTLED) & (columns.directories == directory))
     entries = np.zeros(len(rows), dtype=ENTRY)
-    if not len(rows):
-        return b""
     keys, parents = columns.keys, columns.parents[rows]
     entries["kind"] = PUT
     entries["flags"] = np.where(parents != NO_ROW, HAS_PARENT, 0)
@@ -100,7 +113,8 @@ def encode_puts(columns: Columns, directory: int) -> bytes:
     entries["nbytes"] = columns.nbytes[rows]
     entries["slot_nbytes"] = columns.slot_nbytes[rows]
     entries["last_used"] = columns.last_used[rows]
-    return entries.tobytes()
+    entries["owner"] = columns.owners[rows]
+    return encode_names(named) + entries.tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +128,29 @@ class _Merged:
     entries: Entries
     directories: npt.NDArray[np.uint8]
     is_there: npt.NDArray[np.bool_]
+    owners: Owners
+    """Whose the numbers in ``entries`` are."""
+    is_renumbered: list[bool]
+    """Of each directory: its log has other numbers for its owners."""
+    num_names: list[int]
+    """Entries that the names of its owners take."""
 
     @classmethod
     def of(cls, directories: Sequence[DiskDirectory]) -> _Merged:
         keys: list[ChunkKey] = []
         parts, owners, fits = [np.zeros(0, dtype=ENTRY)], [np.zeros(0, dtype=np.uint8)], [np.zeros(0, dtype=np.bool_)]
+        numbers, is_renumbered, num_names = Owners(), [False] * len(directories), [0] * len(directories)
         for number, directory in enumerate(directories):
             loaded = directory.loaded
             if loaded is not None:
                 keys += loaded.rows
-                parts.append(loaded.entries)
+                renumbered, is_named = _renumber(loaded, numbers)
+                is_renumbered[number] = not np.array_equal(renumbered["owner"], loaded.entries["owner"])
+                used = np.unique(loaded.entries["owner"]).tolist()
+                num_names[number] = sum(num_name_entries(loaded.owners[n]) for n in used if n in loaded.owners)
+                parts.append(renumbered)
                 owners.append(np.full(len(loaded.rows), number, dtype=np.uint8))
-                fits.append(sound_entries(directory, loaded))
+                fits.append(sound_entries(directory, loaded) & is_named)
         entries, owner, is_there = np.concatenate(parts), np.concatenate(owners), np.concatenate(fits)
         last_used = entries["last_used"]
         rows = directories[0].loaded.rows if len(directories) == 1 and directories[0].loaded is not None else None
@@ -143,7 +168,7 @@ class _Merged:
         del rows[NO_KEY]
         is_there &= above != _UNKNOWN_PARENT
         above[above == _UNKNOWN_PARENT] = NO_ROW
-        return cls(keys, rows, above, entries, owner, is_there)
+        return cls(keys, rows, above, entries, owner, is_there, numbers, is_renumbered, num_names)
 
     def keep(self, directories: Sequence[DiskDirectory]) -> tuple[Columns, npt.NDArray[np.bool_]]:
         """Take the slots of all chunks that can be used; return these, and which they were."""
@@ -158,7 +183,7 @@ class _Merged:
                 rows = np.flatnonzero(wanted & (self.directories == number))
                 directory.slots = SlotAllocator(directory.data_nbytes, extent_nbytes=directory.header.extent_nbytes)
                 is_ours = directory.slots.take(offsets[rows] - directory.data_offset, nbytes[rows])
-                is_ours[: max(len(rows) - directory.budget.chunks_max, 0)] = False
+                is_ours[: max(len(rows) + self.num_names[number] - directory.budget.chunks_max, 0)] = False
                 is_kept[rows[~is_ours]] = False
             if np.array_equal(is_kept, wanted):
                 break
@@ -179,7 +204,28 @@ class _Merged:
             directories=self.directories[is_kept],
             states=np.full(len(entries), RowState.SETTLED, dtype=np.uint8),
             last_used=entries["last_used"].astype(np.int64),
+            owners=entries["owner"].astype(np.uint16),
         )
+
+
+def _renumber(loaded: Loaded, owners: Owners) -> tuple[Entries, npt.NDArray[np.bool_]]:
+    """Return a log's entries with the numbers that ``owners`` has, and which have an owner at all, shape ``[n]``."""
+    found = loaded.entries["owner"]
+    numbers = np.zeros(1 << 16, dtype=np.uint16)
+    is_known = np.zeros(1 << 16, dtype=np.bool_)
+    for number in np.unique(found).tolist():
+        owner = loaded.owners.get(number, NOBODY if number == 0 else None)
+        known = owners.number(owner) if owner is not None else None
+        numbers[number], is_known[number] = known or 0, known is not None
+    entries = loaded.entries.copy()
+    entries["owner"] = numbers[found]
+    return entries, is_known[found]
+
+
+def _named(columns: Columns, directory: int, owners: Owners) -> dict[int, Owner]:
+    """Return the owners of one directory's chunks that need a name, by their numbers."""
+    used = np.unique(columns.owners[columns.directories == directory]).tolist()
+    return {number: owners[number] for number in used if number}
 
 
 def sound_entries(directory: DiskDirectory, loaded: Loaded) -> npt.NDArray[np.bool_]:

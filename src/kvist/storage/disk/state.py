@@ -8,8 +8,8 @@ ends once. Callers hold the tier's lock; nothing here takes longer than memory d
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -17,14 +17,19 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import IsOwner, Owner, Owners
 from kvist.storage.base import StoredChunk
 from kvist.storage.disk.catalogue import NO_ROW, Catalogue, Columns, RowState
 from kvist.storage.disk.format import PAGE_NBYTES, chunk_header_nbytes, encode_drop, encode_put
+from kvist.storage.disk.names import LogNames
 from kvist.storage.slots import SlotAllocator
 from kvist.units import MIB, align_up
 
 _COMMIT_ENTRIES: Final = 64
 _COMMIT_NBYTES: Final = 64 * MIB
+_PURGE_WORK: Final = 1024
+"""Rows that one step of a purge looks at; one that is removed counts for several."""
+_REMOVAL_WORK: Final = 8
 _VICTIMS_MAX: Final = 64
 """How many chunks are evicted for one write before the disk is asked to let go of them."""
 
@@ -88,6 +93,7 @@ class Lane:
     data_offset: int
     slots: SlotAllocator
     chunks_max: int
+    names: LogNames
     num_slots: int = 0
     off_reason: str = ""
     reads: deque[Read] = field(default_factory=deque)
@@ -108,13 +114,19 @@ class Lane:
     num_errors: int = 0
     """Reads that failed one behind another."""
 
+    @property
+    def num_entries(self) -> int:
+        """Of a log that has just been written anew."""
+        return self.num_slots + self.names.num_entries
+
 
 class DiskState:
     """All of the tier but its bytes."""
 
-    def __init__(self, catalogue: Catalogue, lanes: Sequence[Lane], *, writers_max: int) -> None:
+    def __init__(self, catalogue: Catalogue, owners: Owners, lanes: Sequence[Lane], *, writers_max: int) -> None:
         """Begin with what the directories held; ``writers_max`` writes of a lane run at once."""
         self.catalogue = catalogue
+        self._owners = owners
         self.lanes = list(lanes)
         self.counters: Counter[str] = Counter()
         self.queued_read_nbytes = 0
@@ -161,6 +173,9 @@ class DiskState:
             return "parent"
         if _disk_nbytes(chunk) > lane.slots.extent_nbytes:
             return "too_large"
+        number = self._owners.number(chunk.owner)
+        if number is None or not lane.names.has_room(number, chunk.owner):
+            return "owners"
         if self._writes and self.queued_write_nbytes + chunk.nbytes > write_nbytes_max:
             return "busy"
         return ""
@@ -173,7 +188,10 @@ class DiskState:
         parent = NO_ROW if chunk.parent is None else catalogue.get(chunk.parent)
         assert parent is not None
         header_pages = chunk_header_nbytes(chunk.checksum) // PAGE_NBYTES
-        row = catalogue.insert(chunk.key, parent, chunk.nbytes, chunk.slot_nbytes, header_pages)
+        owner = self._owners.number(chunk.owner)
+        assert owner is not None
+        lane.names.add(owner, chunk.owner)
+        row = catalogue.insert(chunk.key, parent, chunk.nbytes, chunk.slot_nbytes, header_pages, owner)
         catalogue.directory[row] = lane.number
         write = Write(chunk, source, on_done, row, align_up(_disk_nbytes(chunk), PAGE_NBYTES))
         self._writes[row] = write
@@ -188,6 +206,38 @@ class DiskState:
         row = self.catalogue.get(key)
         if row is not None:
             self.counters["chunks_dropped"] += self._remove(row)
+
+    def owner(self, key: ChunkKey) -> Owner | None:
+        """Return whose a settled chunk is; None if there is none."""
+        row = self.catalogue.get(key)
+        is_found = row is not None and self.catalogue.state[row] == RowState.SETTLED
+        return self._owners[self.catalogue.owner[row]] if is_found and row is not None else None
+
+    def purge(self, is_owner: IsOwner) -> Iterator[int]:
+        """Forget what some owners have and all below it, a slice at each step; yield how many chunks they were.
+
+        Leaves first: a prefix as a whole would be too much for one step.
+        """
+        catalogue, owners = self.catalogue, self._owners.numbers_of(is_owner)
+        num_removed = work = 0
+        for or_above in (False, True):
+            start = 0
+            while start < len(catalogue.keys):
+                row = start
+                while work < _PURGE_WORK and catalogue.is_leaf_of(row, owners, or_above=or_above):
+                    above = catalogue.parent[row]
+                    num_removed += self._remove(row)
+                    work += _REMOVAL_WORK
+                    row = above
+                if work >= _PURGE_WORK:
+                    self.counters["chunks_dropped"] += num_removed
+                    yield num_removed
+                    num_removed = work = 0
+                else:
+                    start += 1
+                    work += 1
+        self.counters["chunks_dropped"] += num_removed
+        yield num_removed
 
     def begin_read(self, lane: Lane) -> Read | None:
         """Return the next read."""
@@ -210,7 +260,7 @@ class DiskState:
         catalogue, row = self.catalogue, read.row
         self.queued_read_nbytes -= len(read.target)
         is_right = chunk is not None and chunk.key == read.key and chunk.slot_nbytes == read.slot_nbytes
-        is_here = catalogue.state[row] == RowState.SETTLED
+        is_here, owner = catalogue.state[row] == RowState.SETTLED, catalogue.owner[row]
         if is_here and not is_right and not lane.off_reason:
             self.counters["chunks_damaged"] += 1
             self.counters["chunks_dropped"] += self._remove(row)
@@ -220,7 +270,8 @@ class DiskState:
             return None
         self.counters["chunks_read"] += 1
         self.counters["bytes_read"] += len(read.target)
-        return chunk
+        assert chunk is not None
+        return replace(chunk, owner=self._owners[owner])
 
     def end_write(self, lane: Lane, write: Write) -> None:
         """Take note of bytes that were written: they are not durable yet."""
@@ -257,7 +308,7 @@ class DiskState:
                 writes.append(write)
         if not drops and not writes:
             return None
-        return Commit(drops, writes, self._encode(drops, writes))
+        return Commit(drops, writes, self._encode(lane, drops, writes))
 
     def end_commit(self, lane: Lane, commit: Commit) -> None:
         """Take note of what is durable: slots are free, chunks are found."""
@@ -322,7 +373,7 @@ class DiskState:
         while lane.waiting and not lane.off_reason:
             write = lane.waiting[0]
             if not write.is_dropped:
-                offset = lane.slots.allocate(write.disk_nbytes) if lane.num_slots < lane.chunks_max else None
+                offset = lane.slots.allocate(write.disk_nbytes) if lane.num_entries < lane.chunks_max else None
                 if offset is None:
                     if self._evict(lane, write.disk_nbytes):
                         return
@@ -418,13 +469,13 @@ class DiskState:
         lane.slots.free(offset - lane.data_offset, disk_nbytes)
         lane.num_slots -= 1
 
-    def _encode(self, drops: Sequence[Drop], writes: Sequence[Write]) -> bytes:
+    def _encode(self, lane: Lane, drops: Sequence[Drop], writes: Sequence[Write]) -> bytes:
         catalogue = self.catalogue
-        entries = [encode_drop(drop.key, drop.offset) for drop in drops]
+        entries = [lane.names.take_unsaid(), *(encode_drop(drop.key, drop.offset) for drop in drops)]
         for write in writes:
             row = write.row
             header_pages, last_used = catalogue.header_pages[row], catalogue.last_used[row]
-            entries.append(encode_put(write.chunk, header_pages, write.offset, last_used))
+            entries.append(encode_put(write.chunk, catalogue.owner[row], header_pages, write.offset, last_used))
         return b"".join(entries)
 
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from kvist.errors import ConfigError
 from kvist.model.keys import ChunkKey
+from kvist.model.owners import IsOwner, Owner
 from kvist.storage.base import StoredChunk, TierStats
 from kvist.storage.disk.chunk_io import Scratch
 from kvist.storage.disk.directory import BATCH_ENTRIES_MAX, DiskDirectory
 from kvist.storage.disk.files import Files, OsFiles
+from kvist.storage.disk.format import ENTRY
 from kvist.storage.disk.meter import RateMeter
-from kvist.storage.disk.opening import encode_puts, open_directories
+from kvist.storage.disk.names import LogNames
+from kvist.storage.disk.opening import encode_log, open_directories
 from kvist.storage.disk.state import Commit, DiskState, Lane, Read, Write
 from kvist.units import MIB, format_nbytes
 
@@ -69,10 +72,10 @@ class DiskTier:
         opened = open_directories(self._files, directories, nbytes)
         self._directories = opened.directories
         self._state = DiskState(
-            opened.catalogue,
-            [_make_lane(number, directory) for number, directory in enumerate(opened.directories)],
+            opened.catalogue, opened.owners,
+            [_make_lane(number, directory, opened.named[number]) for number, directory in enumerate(self._directories)],
             writers_max=max(num_threads - 1, 1),
-        )
+        )  # fmt: skip
         self._state.counters.update(
             chunks_lost=opened.num_lost, log_bytes_torn=opened.num_torn_nbytes,
             directories_begun_anew=opened.num_begun_anew,
@@ -92,6 +95,10 @@ class DiskTier:
     def find(self, keys: Sequence[ChunkKey]) -> list[int | None]:
         with self._lock:
             return [None] * len(keys) if self._is_closing else self._state.catalogue.find(keys)
+
+    def owner(self, key: ChunkKey) -> Owner | None:
+        with self._lock:
+            return self._state.owner(key)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         with self._lock:
@@ -125,6 +132,17 @@ class DiskTier:
                 self._state.drop(key)
             for lane in self._state.lanes:
                 self._wake(lane)
+
+    def purge(self, is_owner: IsOwner) -> Iterator[int]:
+        steps = self._state.purge(is_owner)
+        while True:
+            with self._lock:
+                num_chunks = next(steps, None)
+                for lane in self._state.lanes:
+                    self._wake(lane)
+            if num_chunks is None:
+                return
+            yield num_chunks
 
     def read_seconds(self, nbytes: int) -> float:
         with self._lock:
@@ -171,7 +189,7 @@ class DiskTier:
         for lane, directory in zip(self._state.lanes, self._directories, strict=True):
             try:
                 if not lane.off_reason:
-                    directory.rewrite_log(encode_puts(columns, lane.number))
+                    directory.rewrite_log(encode_log(columns, lane.number, lane.names.all()))
             except OSError as error:
                 logger.warning("disk log not written anew path=%s error=%s", directory.path, error)
             directory.close()
@@ -337,11 +355,11 @@ class DiskTier:
         directory = self._directories[lane.number]
         if commit.writes:
             directory.sync()
-        num_entries = len(commit.drops) + len(commit.writes)
-        if directory.is_log_due(lane.num_slots) or not directory.has_room(num_entries):
+        num_entries = len(commit.entries) // ENTRY.itemsize
+        if directory.is_log_due(lane.num_entries) or not directory.has_room(num_entries):
             with self._lock:
-                columns = self._state.columns()
-            directory.rewrite_log(encode_puts(columns, lane.number))
+                columns, named = self._state.columns(), lane.names.all()
+            directory.rewrite_log(encode_log(columns, lane.number, named))
         directory.append(commit.entries)
 
     def _turn_off(self, lane: Lane, reason: str, commit: Commit | None = None) -> None:
@@ -355,9 +373,11 @@ class DiskTier:
                 self._has_results[lane.number].notify()
 
 
-def _make_lane(number: int, directory: DiskDirectory) -> Lane:
+def _make_lane(number: int, directory: DiskDirectory, named: dict[int, Owner]) -> Lane:
     slots = directory.slots
-    return Lane(number, directory.data_offset, slots, directory.budget.chunks_max, num_slots=slots.num_used)
+    chunks_max = directory.budget.chunks_max
+    names = LogNames(named, chunks_max)
+    return Lane(number, directory.data_offset, slots, chunks_max, names, num_slots=slots.num_used)
 
 
 def _attempt(directory: DiskDirectory, doing: str, act: Callable[[], None]) -> str:

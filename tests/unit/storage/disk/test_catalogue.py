@@ -139,7 +139,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             parents=np.array([places.get(row, NO_ROW) for row in columns.parents[rows].tolist()], dtype=np.int32),
             pages=columns.pages[rows], nbytes=columns.nbytes[rows], slot_nbytes=columns.slot_nbytes[rows],
             header_pages=columns.header_pages[rows], directories=columns.directories[rows],
-            states=columns.states[rows], last_used=columns.last_used[rows],
+            states=columns.states[rows], last_used=columns.last_used[rows], owners=columns.owners[rows],
         )  # fmt: skip
         self.catalogue = Catalogue()
         self.catalogue.load(kept)

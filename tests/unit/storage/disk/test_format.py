@@ -103,7 +103,7 @@ def test_a_file_header_says_what_was_written(kind: bytes):
 @given(chunk=CHUNKS, offset=st.integers(0, 2**50))
 def test_an_entry_says_what_was_written(chunk: StoredChunk, offset: int):
     """A put names the chunk, its place and its last use; a drop key and place."""
-    put, drop = np.frombuffer(encode_put(chunk, 3, offset, 99) + encode_drop(chunk.key, offset), dtype=ENTRY)
+    put, drop = np.frombuffer(encode_put(chunk, 7, 3, offset, 99) + encode_drop(chunk.key, offset), dtype=ENTRY)
     assert (put["key"].item(), put["offset"], put["nbytes"], put["slot_nbytes"]) == (
         chunk.key, offset, chunk.nbytes, chunk.slot_nbytes,
     )  # fmt: skip
