@@ -94,6 +94,7 @@ class CacheService:
             return
         session.on_closed = on_closed
         num_leases = self._leases.release_session(session.id)
+        self._tiers.forget(session.id, self._runtime.clock())
         session.cancel()
         self.drop_descriptors(session)
         if session.registration is not None and (orders := session.registration.orders) is not None:
@@ -126,8 +127,10 @@ class CacheService:
         return sum(len(session.jobs) for session in self._sessions.values())
 
     def expire_leases(self) -> bool:
-        """End leases past their deadline; return whether any lease is left."""
-        self._counters["leases_expired"] += self._leases.expire(self._runtime.clock())
+        """End leases past their deadline, and what lookups of that age were to be read; say whether a lease is left."""
+        now = self._runtime.clock()
+        self._counters["leases_expired"] += self._leases.expire(now)
+        self._tiers.expire(now)
         return len(self._leases) > 0
 
     def check_invariants(self) -> None:
@@ -212,13 +215,13 @@ class CacheService:
         self._counters["chunks_asked"] += len(digests)
         self._counters["chunks_found"] += num_chunks
         lease_id = b""
+        now = self._runtime.clock()
         if num_chunks or tail:
             for held in rows.values():
                 self._index.touch(held.chunks)
-            now = self._runtime.clock()
             lease_id = self._leases.grant(rows, session=session.id, engine_id=session.engine_id, now=now).id
         loading = self._tiers.look_up(
-            Wanted(digests, needs, tails, chunk_s),
+            Wanted(digests, needs, session.id, now + self._limits.lease_ttl_s, tails, chunk_s),
             [held.chunks for held in rows.values()] if lease_id else [],
             num_found=num_chunks, tail_found=tail,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
+from kvist.index.leases import SessionId
 from kvist.model.keys import ChunkKey
 from kvist.storage.base import Tier, TierStats
 from kvist.tiering.demoting import Demoter
@@ -101,6 +102,14 @@ class TierController:
         """Forget chunks whose bytes have proved wrong, in every tier."""
         for tier in self._tiers:
             tier.drop(keys)
+
+    def forget(self, session: SessionId, now: float) -> None:
+        """Begin no read that only this session waits for; it has ended."""
+        self._answered(lambda: self._promoter.forget(session, now))
+
+    def expire(self, now: float) -> None:
+        """Begin no read that nobody has asked for again in time."""
+        self._answered(lambda: self._promoter.expire(now))
 
     def begin_draining(self) -> None:
         """Read nothing more. What was stored is still written."""
