@@ -33,11 +33,23 @@ DEADLINE_S = 30.0
 
 
 @contextmanager
-def daemon(pool: str) -> Iterator[tuple[str, int]]:
+def daemon(pool: str, *options: str) -> Iterator[tuple[str, int]]:
     """Run ``kvist serve``; yield its socket and its pid."""
     with tempfile.TemporaryDirectory(prefix="kvist-bench-") as folder:
         socket = f"{folder}/kvist.sock"
-        command = [sys.executable, "-m", "kvist", "serve", "--pool", pool, "--socket", socket, "--http", "off"]
+        command = [
+            sys.executable,
+            "-m",
+            "kvist",
+            "serve",
+            "--pool",
+            pool,
+            "--socket",
+            socket,
+            "--http",
+            "off",
+            *options,
+        ]
         with open(f"{folder}/log", "wb") as log:
             process = subprocess.Popen(command, stderr=log)
         try:

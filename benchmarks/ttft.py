@@ -36,13 +36,13 @@ SETTLE_S = 2.0
 LMCACHE_PORT, LMCACHE_HTTP_PORT = 15555, 18089
 
 
-def start_lmcache(stack: ExitStack, python: Path) -> None:
-    """Run an LMCache server on loopback until the stack unwinds."""
+def start_lmcache(stack: ExitStack, python: Path, *options: str) -> int:
+    """Run an LMCache server on loopback until the stack unwinds; return its pid."""
     command = [
         str(python.with_name("lmcache")), "server", "--host", "127.0.0.1", "--port", str(LMCACHE_PORT),
         "--http-host", "127.0.0.1", "--http-port", str(LMCACHE_HTTP_PORT), "--l1-size-gb", "3",
         "--eviction-policy", "LRU", "--chunk-size", "128", "--supported-transfer-mode", "auto",
-        "--shm-name", f"kvist_bench_{os.getpid()}",
+        "--shm-name", f"kvist_bench_{os.getpid()}", *options,
     ]  # fmt: skip
     variables = {**os.environ, "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -59,6 +59,19 @@ def start_lmcache(stack: ExitStack, python: Path) -> None:
             return False
 
     wait_until(answers, 120)
+    return process.pid
+
+
+LMCACHE_VARIABLES = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+"""Of an engine beside an LMCache server."""
+
+
+def lmcache_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return an engine's options with LMCache's connector."""
+    extra = {
+        "lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": LMCACHE_PORT, "lmcache.mp.mp_transfer_mode": "auto",
+    }  # fmt: skip
+    return {**options, **connector("LMCacheMPConnector", "lmcache.integration.vllm.lmcache_mp_connector", extra)}
 
 
 def connector(name: str, module: str, extra: dict[str, Any]) -> dict[str, Any]:
@@ -87,15 +100,7 @@ def start_engines(stack: ExitStack, peers: list[str], lmcache_python: Path) -> d
         )  # fmt: skip
     if "lmcache" in peers:
         start_lmcache(stack, lmcache_python)
-        extra = {
-            "lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": LMCACHE_PORT,
-            "lmcache.mp.mp_transfer_mode": "auto",
-        }  # fmt: skip
-        module = "lmcache.integration.vllm.lmcache_mp_connector"
-        variables = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
-        systems["lmcache"] = (
-            lmcache_python, {**options, **connector("LMCacheMPConnector", module, extra)}, variables
-        )  # fmt: skip
+        systems["lmcache"] = lmcache_python, lmcache_options(options), LMCACHE_VARIABLES
     engines = {}
     for name, (interpreter, chosen, variables) in systems.items():
         engine = EngineProcess(

@@ -8,13 +8,16 @@ process may be writing to it; and when all sessions are over, nothing is held an
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from kvist.model.owners import Quotas
+from kvist.tiering import staging
 from kvist.tiering.controller import WritePolicy
+from kvist.units import MIB
 from tests.simulation.tenants import check_tenants, step_purge
-from tests.simulation.tiers import step_tier, trouble_tier
+from tests.simulation.tiers import empty_pool, fill_tiers, step_tier, trouble_tier
 from tests.simulation.world import STEPS, World
 from tests.support import kinds
 from tests.support.memory_tier import MemoryTier
@@ -22,12 +25,20 @@ from tests.support.simulated import SimulatedDaemon, SimulatedEngine
 
 NUM_SLOTS = 12
 STEPS_OF_TIERS = {step_tier: 25, trouble_tier: 0.3}
+STEPS_OF_SLOW_TIERS = {
+    step_tier: 3, trouble_tier: 0.05, empty_pool: 3, World.look_up: 25, World.connect: 3, World.die: 3,
+    World.pass_time: 8, World.expire: 4,
+}  # fmt: skip
 
 
 def run(
-    seed: int, num_steps: int, *, has_rows: bool = False, num_tiers: int = 0, quotas: Quotas | None = None
-) -> Counter[str]:
-    """Let a world run, end all of it, and return what was seen. Where engines have rows, there is more to copy."""
+    seed: int, num_steps: int, *, has_rows: bool = False, num_tiers: int = 0, is_slow: bool = False,
+    quotas: Quotas | None = None,
+) -> Counter[str]:  # fmt: skip
+    """Let a world run, end all of it, and return what was seen. Where engines have rows, there is more to copy.
+
+    Slow tiers have much at the start, and the pool loses its chunks before what is asked for has been read.
+    """
     chance = random.Random(seed)
     tiers = [MemoryTier(f"tier {number}") for number in range(num_tiers)]
     daemon = SimulatedDaemon(
@@ -38,15 +49,15 @@ def run(
     others = kinds.KINDS_OF_ROWS[:number] + kinds.KINDS_OF_ROWS[number + 1 :]
     of_rows = [kinds.KINDS_OF_ROWS[number], chance.choice(others)]  # In as many seeds as there are kinds, all of them.
     world = World(chance, daemon, of_rows if has_rows else chance.sample(kinds.KINDS, 3))
-    steps = {**STEPS, World.slice: 40, World.deliver: 40, World.corrupt: 4} if has_rows else STEPS
-    if tiers:  # What was stored is evicted soon, and asked for often.
-        steps = {**steps, World.look_up: 12, World.store: 8, World.corrupt: 0.5, **STEPS_OF_TIERS}
+    steps = make_steps(has_rows=has_rows, has_tiers=bool(tiers), is_slow=is_slow)
     if quotas is not None:
         world.has_tenants = True
         steps = {**steps, step_purge: 0.3}
     everyone = world.engines
     for _ in range(8):
         world.connect()
+    if is_slow:
+        fill_tiers(world)
     for step in chance.choices(list(steps), list(steps.values()), k=num_steps):
         step(world)
         world.bury()
@@ -67,10 +78,20 @@ def run(
         daemon.settle()
     daemon.service.check_invariants()
     check_quiet(daemon, ended)
-    for counter in ("chunks_promoted", "chunks_demoted", "demotions_passed_over", "demotions_refused"):
+    for counter in (
+        "chunks_promoted", "promotions_given_up", "chunks_demoted", "demotions_passed_over", "demotions_refused"
+    ):  # fmt: skip
         world.num_seen[counter] += daemon.status().counters.get(counter, 0)
     daemon.close()
     return world.num_seen
+
+
+def make_steps(*, has_rows: bool, has_tiers: bool, is_slow: bool) -> dict[Callable[[World], None], float]:
+    """Return what may happen, and how often."""
+    steps = {**STEPS, World.slice: 40, World.deliver: 40, World.corrupt: 4} if has_rows else STEPS
+    if has_tiers:  # What was stored is evicted soon, and asked for often.
+        steps = {**steps, World.look_up: 12, World.store: 8, World.corrupt: 0.5, **STEPS_OF_TIERS}
+    return {**steps, **STEPS_OF_SLOW_TIERS} if is_slow else steps
 
 
 def check_held(daemon: SimulatedDaemon, engines: list[SimulatedEngine]) -> None:
@@ -131,18 +152,21 @@ def test_whatever_happens_to_rows_no_prefix_is_a_mix(part: int):
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_whatever_happens_to_tiers_bytes_are_right_and_nothing_is_left(part: int):
+def test_whatever_happens_to_tiers_bytes_are_right_and_nothing_is_left(part: int, monkeypatch: pytest.MonkeyPatch):
     """Over many seeds with slow, failing and forgetful tiers: no byte is served that was not stored, none is left.
 
     A lookup says of each chunk whether it is here, on its way or neither; slots come back exactly once.
     """
     seen: Counter[str] = Counter()
     for seed in range(part * 1000, part * 1000 + 12):
-        has_rows = seed % 3 == 0
-        seen += run(seed, 1200 if has_rows else 800, has_rows=has_rows, num_tiers=1 + seed % 2)
+        has_rows, is_slow = seed % 3 == 0, seed % 4 < 2
+        monkeypatch.setattr(staging, "IN_FLIGHT_NBYTES_MAX", 1 if is_slow else MIB)  # One chunk, or many.
+        seen += run(
+            seed, 1200 if has_rows else 800, has_rows=has_rows, num_tiers=1 + seed % 2, is_slow=is_slow
+        )  # fmt: skip
     for outcome in (
-        "loading", "no room to promote", "reads failed", "lost by a tier", "chunks_promoted", "chunks_demoted",
-        "demotions_refused", "loaded",
+        "loading", "no room to promote", "reads failed", "lost by a tier", "chunks_promoted", "promotions_given_up",
+        "chunks_demoted", "demotions_refused", "loaded",
     ):  # fmt: skip
         assert seen[outcome] > 0, outcome
 

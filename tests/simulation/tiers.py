@@ -9,6 +9,7 @@ from kvist.model.keys import ChunkKey, Digest, chunk_keys
 from kvist.model.rows import Row
 from kvist.wire import messages as wire
 from tests.support.kinds import Kind, needed
+from tests.support.simulated import LEASE_TTL_S, SimulatedEngine
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -44,6 +45,22 @@ def is_promised(world: World, key: bytes, row: Row) -> bool:
     return is_held and (index.get(name) is not None or name not in promoter._fetches)
 
 
+def note_awaited(world: World, kind: Kind, engine: SimulatedEngine, wanted: list[bytes]) -> None:
+    """Take note of who may wait for what from now on."""
+    for row in kind.ways:
+        for key in wanted:
+            world.awaited.setdefault(key_of(key, row), {})[engine.session.id] = world.daemon.now + LEASE_TTL_S
+
+
+def check_awaited(world: World) -> None:
+    """What has not begun to be read is awaited by somebody who lives, or is needed by what builds on it."""
+    alive = {engine.session.id for _, engine in world.engines}
+    for fetch in world.daemon.service._tiers._promoter._queue:
+        askers = world.awaited[fetch.chunk.key]
+        is_awaited = any(session in alive and until > world.daemon.now for session, until in askers.items())
+        assert is_awaited or any(fetch.chunk.children())
+
+
 def step_tier(world: World) -> None:
     """Let a tier end its oldest read or write: well, or not."""
     for tier in world.daemon.tiers:
@@ -62,3 +79,18 @@ def trouble_tier(world: World) -> None:
         tier.off_reason = "drive is gone" if world.chance.random() < 0.1 else ""
         tier.writes_max = world.chance.choice([0, 1000, 1000, 1000])
         tier.must_wait_for_parents = world.chance.random() < 0.3
+
+
+def empty_pool(world: World) -> None:
+    """Let everything go that may go, so that what comes back is read from a tier."""
+    while world.daemon.service._index.evict() is not None:
+        pass
+
+
+def fill_tiers(world: World) -> None:
+    """Let engines store for a while, and tiers write all of it."""
+    for _ in range(40):
+        world.store()
+        world.daemon.settle()
+        world.bury()
+        world.take_in()

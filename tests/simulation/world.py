@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvist.index.chunk_index import ChunkState
+from kvist.index.leases import SessionId
+from kvist.model.keys import ChunkKey
 from kvist.model.layout import GroupKind
 from kvist.model.rows import Row
 from kvist.wire import messages as wire
 from kvist.wire.describing import describe_needs
+from tests.simulation.granted import Granted
 from tests.simulation.tenants import check_purged
-from tests.simulation.tiers import check_loading, is_promised, key_of
+from tests.simulation.tiers import check_awaited, check_loading, is_promised, key_of, note_awaited
 from tests.support import kinds
 from tests.support.copying import CopyingEngine
 from tests.support.engine import packed
@@ -27,26 +30,6 @@ from tests.support.simulated import LEASE_TTL_S, Sent, SimulatedDaemon, Simulate
 
 BATCHES = [(), (), (1,), (1, 1), (99,), (99, 1)]
 """How a registration's descriptors may be cut: all at once, some ahead, all ahead, and one batch of none."""
-
-
-@dataclass(eq=False)
-class Granted:
-    """A lease as its engine knows it."""
-
-    id: bytes
-    kind: Kind
-    digests: list[bytes]
-    """Of its chunks; the last is a tail if it has one."""
-    tail_blocks: int
-    """Of its tail, 0 if it has none."""
-    granter: SimulatedEngine
-    deadline: float
-    unclaimed: Counter[Row]
-    is_released: bool = False
-
-    @property
-    def num_whole(self) -> int:
-        return len(self.digests) - (self.tail_blocks > 0)
 
 
 @dataclass
@@ -67,6 +50,8 @@ class World:
     """(digest, row) of every chunk that some store has named."""
     corrupted: set[tuple[bytes, Row]] = field(default_factory=set)
     """(digest, row) of every chunk in which a byte was changed."""
+    awaited: dict[ChunkKey, dict[SessionId, float]] = field(default_factory=dict)
+    """Who has asked for a chunk, and until when its answer is good."""
     num_seen: Counter[str] = field(default_factory=Counter)
     has_tenants: bool = False
     """Each space of keys is a tenant's."""
@@ -115,6 +100,7 @@ class World:
             engine.end()
             self.num_seen["deaths with copies"] += bool(engine.session.jobs)
             self.mourn(engine)
+            check_awaited(self)
 
     def mourn(self, engine: SimulatedEngine) -> None:
         """Let a lost engine of the engine lane haunt the pool until its process ends."""
@@ -242,6 +228,7 @@ class World:
         assert isinstance(reply, wire.LookupReply)
         assert (reply.num_chunks, reply.tail) == (num_expected, tail_expected)
         check_loading(self, kind, wanted, reply, num_promised, Counter(before))
+        note_awaited(self, kind, engine, wanted + wanted_tails)
         is_hit = reply.num_chunks > 0 or reply.tail > 0
         assert (reply.lease != b"") is is_hit
         self.num_seen["hits" if is_hit else "misses"] += 1
@@ -368,6 +355,7 @@ class World:
         self.daemon.service.expire_leases()
         for lease in self.leases:
             lease.is_released |= lease.deadline <= self.daemon.now
+        check_awaited(self)
 
     def corrupt(self) -> None:
         """Change a byte of a chunk in the pool, readable or not."""

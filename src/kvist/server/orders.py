@@ -8,12 +8,16 @@ orders up before that, since it uses no slot again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvist.errors import Malformed, Overloaded
+from kvist.index.chunk_index import Chunk
+from kvist.index.leases import Held
+from kvist.model.rows import Row
 from kvist.model.transfer import CHECKSUM_NBYTES, Direction, split_checksums
 from kvist.transfer.executor import Job
 from kvist.wire import messages as wire
@@ -111,3 +115,19 @@ class Orders:
         while self._orders:
             _, job = self._orders.popitem()
             job.on_done(job)
+
+
+def places_of(rows: Mapping[Row, Held]) -> tuple[wire.RowPlaces, ...]:
+    """Return where the chunks of a lease lie, but for rows whose checksums are not those of an engine that copies."""
+    places = []
+    for row, held in rows.items():
+        checksums = b"".join([chunk.checksum for chunk in held.chunks])
+        if held.chunks and len(checksums) == CHECKSUM_NBYTES * len(held.chunks):
+            slots = slot_offsets(held.chunks).astype("<i8").tobytes()
+            places.append(wire.RowPlaces(row.group, row.shard, held.first_chunk, slots, checksums))
+    return tuple(places)
+
+
+def slot_offsets(chunks: Sequence[Chunk]) -> npt.NDArray[np.int64]:
+    """Return where chunks lie in the pool, shape ``[n]``."""
+    return np.array([chunk.slot_offset for chunk in chunks], dtype=np.int64)

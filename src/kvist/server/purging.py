@@ -29,6 +29,8 @@ class Purger:
         self._index = index
         self._tiers = tiers
         self._post = post
+        self.counters: Counter[str] = Counter()
+        """Since the start."""
 
     def begin(self, peer: Peer, request: wire.Purge, on_done: Callable[[wire.PurgeReply], None]) -> None:
         """Begin a purge; ``on_done`` is called with what came of it.
@@ -60,5 +62,6 @@ class Purger:
                 nbytes += purged.nbytes
                 num_kept += purged.num_kept
                 yield
+        self.counters["chunks_purged"] += num_chunks
         logger.info("purge done chunks=%d nbytes=%d kept=%d tiers=%s", num_chunks, nbytes, num_kept, dict(num_of_tiers))
         on_done(wire.PurgeReply(request_id, num_chunks, nbytes, num_kept, dict(num_of_tiers)))

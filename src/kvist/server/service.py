@@ -14,17 +14,14 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
-
-import numpy as np
-import numpy.typing as npt
 
 from kvist import __version__
 from kvist.errors import Draining, InvalidBlocks, LayoutRefused, Malformed, NotRegistered, Overloaded, Refused
 from kvist.index.chunk_index import Chunk, ChunkIndex
 from kvist.index.eviction import EvictionPolicy
-from kvist.index.leases import Held, Lease, LeaseId, LeaseTable, SessionId
+from kvist.index.leases import Lease, LeaseId, LeaseTable, SessionId
 from kvist.index.prefixes import add_tail, find_prefix
 from kvist.index.tenants import Tenants
 from kvist.model.layout import GroupKind
@@ -33,6 +30,7 @@ from kvist.model.rows import Row, RowMemory
 from kvist.model.transfer import CHECKSUM_NBYTES, Direction
 from kvist.server.inspecting import describe_session, describe_tenants, describe_tier, locate
 from kvist.server.measuring import Histogram
+from kvist.server.orders import places_of, slot_offsets
 from kvist.server.parsing import (
     parse_blocks,
     parse_chunk_s,
@@ -114,6 +112,7 @@ class CacheService:
             return
         session.on_closed = on_closed
         num_leases = self._leases.release_session(session.id)
+        self._tiers.forget(session.id, self._runtime.clock())
         session.cancel()
         self.drop_descriptors(session)
         if session.registration is not None and (orders := session.registration.orders) is not None:
@@ -146,8 +145,10 @@ class CacheService:
         return sum(len(session.jobs) for session in self._sessions.values())
 
     def expire_leases(self) -> bool:
-        """End leases past their deadline; return whether any lease is left."""
-        self._counters["leases_expired"] += self._leases.expire(self._runtime.clock())
+        """End leases past their deadline, and what lookups of that age were to be read; say whether a lease is left."""
+        now = self._runtime.clock()
+        self._counters["leases_expired"] += self._leases.expire(now)
+        self._tiers.expire(now)
         return len(self._leases) > 0
 
     def check_invariants(self) -> None:
@@ -252,14 +253,14 @@ class CacheService:
                 rows, session=session.id, engine_id=session.engine_id, now=began_at, chunk_s=chunk_s
             ).id
         loading = self._tiers.look_up(
-            Wanted(digests, needs, tails, chunk_s),
+            Wanted(digests, needs, session.id, began_at + self._limits.lease_ttl_s, tails, chunk_s),
             [held.chunks for held in rows.values()] if lease_id else [],
             num_found=num_chunks, tail_found=tail,
         )  # fmt: skip
         self._count_asked(session, request, (num_chunks, loading.num_chunks, len(digests)))
         loading_ms = math.ceil(loading.seconds * 1e3)
         is_told = request.wants_places and self._runtime.pool_fd is not None
-        places = _places(rows) if is_told else ()
+        places = places_of(rows) if is_told else ()
         self._durations["lookup"].observe(self._runtime.clock() - began_at)
         return wire.LookupReply(request.id, num_chunks, lease_id, tail, loading.num_chunks, loading_ms, places)
 
@@ -292,7 +293,7 @@ class CacheService:
                 f"the lease holds chunks with checksums of more than the {CHECKSUM_NBYTES} bytes of an order"
             )
         plan = plan_copy(
-            Direction.SCATTER, held.group, block_ids, _slot_offsets(chunks),
+            Direction.SCATTER, held.group, block_ids, slot_offsets(chunks),
             num_skipped_blocks=request.num_skipped_blocks,
         )  # fmt: skip
         if request.deadline_ms < 0:
@@ -352,7 +353,7 @@ class CacheService:
         numbers = [number for number, _ in found.reserved]
         chunks = [chunk for _, chunk in found.reserved]
         job = Job(
-            plan_copy(Direction.GATHER, held.group, block_ids[numbers], _slot_offsets(chunks)),
+            plan_copy(Direction.GATHER, held.group, block_ids[numbers], slot_offsets(chunks)),
             registration.bases, positions=numbers, request_id=request.id, fence=fence,
             on_done=lambda job: self._runtime.post(lambda: self._stored(session, reply, job, chunks)),
         )  # fmt: skip
@@ -404,7 +405,12 @@ class CacheService:
             num_sessions=len(sessions),
             num_registered=num_registered(sessions),
             num_copies_in_flight=self.num_copies_in_flight,
-            counters={**self._counters, **self._tiers.counters, "chunks_evicted": stats.num_evicted},
+            counters={
+                **self._counters,
+                **self._tiers.counters,
+                **self._purger.counters,
+                "chunks_evicted": stats.num_evicted,
+            },
             tiers=[describe_tier(name, tier) for name, tier in self._tiers.stats()],
             version=__version__,
             uptime_s=self._runtime.clock() - self._began_at,
@@ -475,23 +481,8 @@ def _leased_chunks(lease: Lease, held: RowMemory, first: int, num_chunks: int) -
     return chunks
 
 
-def _places(rows: Mapping[Row, Held]) -> tuple[wire.RowPlaces, ...]:
-    """Return where the chunks of a lease lie, but for rows whose checksums are not those of an engine that copies."""
-    places = []
-    for row, held in rows.items():
-        checksums = b"".join([chunk.checksum for chunk in held.chunks])
-        if held.chunks and len(checksums) == CHECKSUM_NBYTES * len(held.chunks):
-            slots = _slot_offsets(held.chunks).astype("<i8").tobytes()
-            places.append(wire.RowPlaces(row.group, row.shard, held.first_chunk, slots, checksums))
-    return tuple(places)
-
-
 def _check_takes_copy(registration: Registration, direction: Direction, request_id: int) -> None:
     """Make sure that a copy can be submitted: what a request changes before that could not be undone."""
     registration.lane.executor(direction).check_takes_work()
     if registration.orders is not None:
         registration.orders.check_is_new(request_id)
-
-
-def _slot_offsets(chunks: Sequence[Chunk]) -> npt.NDArray[np.int64]:
-    return np.array([chunk.slot_offset for chunk in chunks], dtype=np.int64)

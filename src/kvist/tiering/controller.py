@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
+from kvist.index.leases import SessionId
 from kvist.model.keys import ChunkKey
 from kvist.model.owners import IsOwner, Owner
 from kvist.storage.base import Tier, TierStats
@@ -129,6 +130,14 @@ class TierController:
         for tier in self._tiers:
             for num_chunks in tier.purge(is_owner):
                 yield tier.name, num_chunks
+
+    def forget(self, session: SessionId, now: float) -> None:
+        """Begin no read that only this session waits for; it has ended."""
+        self._answered(lambda: self._promoter.forget(session, now))
+
+    def expire(self, now: float) -> None:
+        """Begin no read that nobody has asked for again in time."""
+        self._answered(lambda: self._promoter.expire(now))
 
     def begin_draining(self) -> None:
         """Read nothing more. What was stored is still written."""

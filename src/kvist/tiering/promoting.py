@@ -3,17 +3,21 @@
 The laws: a chunk is read by one fetch at a time, whoever asks for it. Its slot is reserved in the index from the moment
 that the fetch is queued, and published by ``seal`` only with bytes that the tier has verified; a fetch that fails
 aborts, and what hangs below goes with it. Each fetch gives its slot back or publishes it exactly once. Parents are read
-before their children, and no chunk of the prefix that is being promoted is evicted for another one of it.
+before their children, and no chunk of the prefix that is being promoted is evicted for another one of it. A read that
+has not begun is given up when nobody waits for it any more: all who have asked are gone, or none has asked again in
+time; unless somebody has stored what builds on it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeGuard
 
 from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
+from kvist.index.leases import SessionId
 from kvist.index.prefixes import cover, longest
 from kvist.model.coverage import Need, first_needed
 from kvist.model.keys import ChunkKey, Digest, chunk_keys
@@ -56,6 +60,12 @@ class _Fetch:
     tier: int
     parent: ChunkKey | None
     slot_nbytes: int
+    asked: dict[SessionId, float] = field(default_factory=dict)
+    """Who may wait for it, and until when."""
+
+    @property
+    def wanted_until(self) -> float:
+        return max(self.asked.values(), default=-math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +74,10 @@ class Wanted:
 
     digests: Sequence[Digest]
     needs: Sequence[Need]
+    session: SessionId
+    """Who asks."""
+    until: float
+    """When its answer is too old to be relied on; who still waits has asked again before."""
     tails: Sequence[Digest] = ()
     chunk_s: float = 0.0
     """What computing one chunk costs who asks; 0 if that is not known."""
@@ -85,6 +99,8 @@ class Promoter:
         self._fetches: dict[ChunkKey, _Fetch] = {}
         """All that have not ended."""
         self._queue: deque[_Fetch] = deque()
+        self._expires_at = math.inf
+        """Nothing that is queued can be unwanted before, unless a session ends."""
         self._queued_nbytes: Counter[int] = Counter()
         """By tier: what no tier was asked for yet."""
         self._reserved_nbytes = 0
@@ -119,19 +135,31 @@ class Promoter:
         if target == num_found:
             return Loading()
         keys = [place.key for place in _needed(wanted, places, target) if isinstance(place, Chunk)]
+        self._note_asked(wanted, keys)
         return Loading(target - num_found, self._seconds(Counter()), keys)
+
+    def forget(self, session: SessionId, now: float) -> None:
+        """Begin no read that only this session waits for."""
+        for fetch in self._queue:
+            fetch.asked.pop(session, None)
+        self._give_up_unwanted(now)
+
+    def expire(self, now: float) -> None:
+        """Begin no read that nobody waits for any more."""
+        if now >= self._expires_at:
+            self._give_up_unwanted(now)
 
     def give_up_queued(self) -> None:
         """Begin no further read."""
         while self._queue:
-            self._end(self._queue.popleft(), None)
+            self._end(self._queue.popleft(), None, "promotions_given_up")
 
     def pump(self) -> None:
         """Ask tiers for what is queued, as far as staging is free."""
         while self._queue and self._staging.has_room(self._reading_nbytes.total(), self._queue[0].slot_nbytes):
             fetch = self._queue.popleft()
             if fetch.chunk.state is ChunkState.DROPPED:
-                self._end(fetch, None)
+                self._end(fetch, None, "promotions_failed")
                 continue
             self._queued_nbytes[fetch.tier] -= fetch.slot_nbytes
             self._reading_nbytes[fetch.tier] += fetch.slot_nbytes
@@ -146,6 +174,19 @@ class Promoter:
             (queued if id(fetch) in is_queued else reading)[fetch.tier] += fetch.slot_nbytes
         assert (queued, reading) == (+self._queued_nbytes, +self._reading_nbytes)
         assert self._reserved_nbytes == queued.total() + reading.total()
+
+    def _give_up_unwanted(self, now: float) -> None:
+        queue, self._queue, self._expires_at = self._queue, deque(), math.inf
+        while queue:
+            fetch = queue.pop()  # Children first: a parent is of use to each that is left.
+            until = fetch.wanted_until
+            if until <= now and fetch.chunk.first_child is None:
+                self._end(fetch, None, "promotions_given_up")
+                continue
+            self._queue.appendleft(fetch)
+            if until > now:
+                self._expires_at = min(self._expires_at, until)
+        self.pump()
 
     # ── what there is ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -173,7 +214,7 @@ class Promoter:
         chunk = self._index.get(key)
         if chunk is not None:
             return chunk
-        # A read that is not wanted any more must end before the next one begins.
+        # A read whose chunk was dropped must end before the next one begins.
         return stored if key not in self._fetches and self._reserver.fits(stored.slot_nbytes) else None
 
     # ── what is worth it ────────────────────────────────────────────────────────────────────────────────────────
@@ -210,7 +251,7 @@ class Promoter:
             is_chained = wanted.needs[row.group].kind is GroupKind.FULL
             parent = places[row][number - 1] if is_chained and number else None
             assert not isinstance(parent, Stored)
-            chunk = self._reserve(wanted.key(row, number), parent, stored)
+            chunk = self._reserve(wanted, wanted.key(row, number), parent, stored)
             if chunk is None:
                 return
             places[row][number] = chunk
@@ -224,10 +265,17 @@ class Promoter:
             for there, key, place in zip(places.values(), keys, tails, strict=True):
                 parent = there[len(wanted.digests) - 1] if wanted.digests else None
                 if isinstance(place, Stored) and not isinstance(parent, Stored):
-                    self._reserve(key, parent, place)
+                    self._reserve(wanted, key, parent, place)
+            self._note_asked(wanted, keys)
             return
 
-    def _reserve(self, key: ChunkKey, parent: Chunk | None, stored: Stored) -> Chunk | None:
+    def _note_asked(self, wanted: Wanted, keys: Sequence[ChunkKey]) -> None:
+        for key in keys if self._fetches else ():
+            if (fetch := self._fetches.get(key)) is not None:
+                fetch.asked[wanted.session] = wanted.until
+        self._expires_at = min(self._expires_at, wanted.until)
+
+    def _reserve(self, wanted: Wanted, key: ChunkKey, parent: Chunk | None, stored: Stored) -> Chunk | None:
         """Queue a read; None if there is no room for it."""
         has_room = self._reserved_nbytes + stored.slot_nbytes <= self._reserved_nbytes_max
         owner = self._staging.tiers[stored.tier].owner(key) if has_room else None
@@ -239,6 +287,7 @@ class Promoter:
         chunk = self._index.reserve(key, parent, slot_offset, stored.slot_nbytes, owner=owner)
         fetch = _Fetch(chunk, stored.tier, parent.key if parent is not None else None, stored.slot_nbytes)
         self._fetches[key] = fetch
+        self._note_asked(wanted, [key])
         self._queue.append(fetch)
         self._queued_nbytes[fetch.tier] += fetch.slot_nbytes
         self._reserved_nbytes += fetch.slot_nbytes
@@ -252,16 +301,16 @@ class Promoter:
     def _fetched(self, fetch: _Fetch, stored: StoredChunk | None) -> None:
         self._reading_nbytes[fetch.tier] -= fetch.slot_nbytes
         self._queued_nbytes[fetch.tier] += fetch.slot_nbytes
-        self._end(fetch, stored)
+        self._end(fetch, stored, "promotions_failed")
         self.pump()
 
-    def _end(self, fetch: _Fetch, stored: StoredChunk | None) -> None:
+    def _end(self, fetch: _Fetch, stored: StoredChunk | None, failure: str) -> None:
         """Publish or abort a read that is over, and that was counted as queued."""
         self._queued_nbytes[fetch.tier] -= fetch.slot_nbytes
         self._reserved_nbytes -= fetch.slot_nbytes
         del self._fetches[fetch.chunk.key]
         if stored is None or not _is_as_expected(fetch, stored):
-            self.counters["promotions_failed"] += 1
+            self.counters[failure] += 1
             self._index.abort(fetch.chunk)
         elif self._index.seal(fetch.chunk, stored.checksum, stored.nbytes):
             self.counters["chunks_promoted"] += 1

@@ -56,7 +56,7 @@ class TierGauge:
 
 _RESULTS: Final = {"pool": "found", "tier": "loading", "miss": "missed"}
 _DIRECTIONS: Final = {"load": "loaded", "store": "stored", "promote": "promoted", "demote": "demoted"}
-_TIER_REFUSALS: Final = ("busy", "closing", "known", "no_room", "off", "parent", "too_large")
+_TIER_REFUSALS: Final = ("busy", "closing", "known", "no_room", "off", "owners", "parent", "too_large")
 
 COUNTS: Final = (
     Count("kvist_lookups_total", "Requests that were looked up, each once.", {"": "lookups"}),
@@ -86,13 +86,16 @@ COUNTS: Final = (
     ),
     Count(
         "kvist_lost_promotions_total", "Chunks of tiers that did not reach the pool.",
-        {reason: f"promotions_{reason}" for reason in ("refused", "failed")}, "reason",
+        {reason: f"promotions_{reason}" for reason in ("refused", "failed", "given_up")}, "reason",
     ),
     Count(
         "kvist_lost_demotions_total", "Chunks of the pool that did not reach a tier.",
         {reason: f"demotions_{reason}" for reason in ("refused", "dropped", "failed", "passed_over")}, "reason",
     ),
-    Count("kvist_evicted_chunks_total", "Chunks given up.", {"room": "chunks_evicted"}, "reason"),
+    Count(
+        "kvist_evicted_chunks_total", "Chunks given up.",
+        {"room": "chunks_evicted", "purge": "chunks_purged"}, "reason",
+    ),
     Count("kvist_expired_leases_total", "Prefixes looked up and never loaded.", {"": "leases_expired"}),
     Count(
         "kvist_refused_requests_total", "Requests refused.",
@@ -164,6 +167,9 @@ HISTOGRAMS: Final = {
 }
 
 
+_OTHER_TENANTS: Final = "*"
+
+
 class Exposition:
     """The text that a scrape gets."""
 
@@ -199,6 +205,7 @@ def _families(status: wire.StatusReply) -> Iterable[Metric]:
     yield ceilings
     for count in COUNTS:
         yield _counter(count, [((), status.counters)])
+    yield from _tenants(status.tenants)
     for tier_gauge in TIER_GAUGES:
         family = GaugeMetricFamily(tier_gauge.name, tier_gauge.text, labels=["tier"])
         for tier in status.tiers:
@@ -209,6 +216,18 @@ def _families(status: wire.StatusReply) -> Iterable[Metric]:
     for key, (name, text) in HISTOGRAMS.items():
         if key in status.histograms:
             yield _histogram(name, text, status.histograms[key])
+
+
+def _tenants(tenants: Sequence[wire.TenantStatus]) -> Iterable[Metric]:
+    """Return what tenants have: of those to whom the operator has given a quota, and of all others in one."""
+    used = GaugeMetricFamily("kvist_tenant_used_bytes", "What a tenant has of the pool.", labels=["tenant"])
+    quotas = GaugeMetricFamily("kvist_tenant_quota_bytes", "What a tenant may have of the pool.", labels=["tenant"])
+    named = [tenant for tenant in tenants if tenant.quota_nbytes]
+    for tenant in named:
+        used.add_metric([tenant.name], tenant.nbytes)
+        quotas.add_metric([tenant.name], tenant.quota_nbytes)
+    used.add_metric([_OTHER_TENANTS], sum(tenant.nbytes for tenant in tenants if not tenant.quota_nbytes))
+    yield from (used, quotas)
 
 
 def _counter(

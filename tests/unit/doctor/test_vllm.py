@@ -1,10 +1,10 @@
 """What ``vllm serve`` is told is read as vLLM reads it."""
 
-from dataclasses import replace
 from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from kvist.adapters.vllm.options import FLAG, Options
@@ -22,7 +22,7 @@ def read(text: str) -> Vllm:
 def test_the_flag_that_we_name_is_right():
     """Read by whoever copies it from our messages, it has nothing amiss."""
     vllm = read(f"model --port 8000 {FLAG}")
-    by_name = replace(OURS, kv_connector_module_path=None)
+    by_name = msgspec.structs.replace(OURS, kv_connector_module_path=None)
     assert vllm == Vllm(vllm.version, by_name, Options(), has_arguments=True)
 
 

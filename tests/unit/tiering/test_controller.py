@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvist.index.chunk_index import Chunk, ChunkIndex, ChunkState
 from kvist.index.eviction import LeastRecentlyUsed
+from kvist.index.leases import SessionId
 from kvist.index.tenants import Tenants
 from kvist.model.coverage import Need, first_needed
 from kvist.model.keys import Digest, chunk_keys
@@ -31,6 +32,7 @@ from tests.support.memory import stamp
 from tests.support.memory_tier import MemoryTier
 
 NUM_SLOTS = 10
+PATIENCE_S = 3
 SLOT_NBYTES = 4096
 NEEDS = (Need(GroupKind.FULL), Need(GroupKind.WINDOW, 2), Need(GroupKind.RECURRENT))
 ROWS = [Row(group, 0) for group in range(len(NEEDS))]
@@ -57,6 +59,7 @@ class Tiering(RuleBasedStateMachine):
         self.posted: deque[Callable[[], None]] = deque()
         self.reserver = Reserver(self.index, self.slots)
         self.num_quiet = 0
+        self.now = 0
         self.controller = TierController(
             TiersBehind(self.pool.data, self.tiers, WritePolicy.ALWAYS), self.index, self.reserver, self.posted.append,
             on_quiet=self.note_quiet,
@@ -105,8 +108,8 @@ class Tiering(RuleBasedStateMachine):
             parent = chunk if NEEDS[row.group].kind is GroupKind.FULL else None
         self.controller.note_stored([chunk for chunk in sealed if chunk.state is ChunkState.SEALED])
 
-    @rule(prompt=st.sampled_from(PROMPTS), num=st.integers(1, 5), is_held=st.booleans())
-    def look_up(self, prompt: list[Digest], num: int, is_held: bool) -> None:
+    @rule(prompt=st.sampled_from(PROMPTS), num=st.integers(1, 5), is_held=st.booleans(), session=st.integers(1, 2))
+    def look_up(self, prompt: list[Digest], num: int, is_held: bool, session: int) -> None:
         """Ask for a prompt that nothing of is found, or all that is needed of the first chunk at most."""
         found = [chunk for chunk in self.index.find_sealed([key_of(row, prompt[0]) for row in ROWS]) if chunk]
         num_found = int(len(found) == len(ROWS))
@@ -114,8 +117,9 @@ class Tiering(RuleBasedStateMachine):
         for chunk in chunks:
             self.index.pin(chunk)
         loading = self.controller.look_up(
-            Wanted(prompt[:num], NEEDS), [[chunk] for chunk in chunks], num_found=num_found, tail_found=0
-        )
+            Wanted(prompt[:num], NEEDS, SessionId(session), self.now + PATIENCE_S),
+            [[chunk] for chunk in chunks], num_found=num_found, tail_found=0,
+        )  # fmt: skip
         end = num_found + loading.num_chunks
         for row, need in zip(ROWS, NEEDS, strict=True) if loading.num_chunks else ():
             for number in range(first_needed(need, end), end):
@@ -130,6 +134,20 @@ class Tiering(RuleBasedStateMachine):
         """Let somebody give back what was found."""
         if self.held:
             self.let_go(self.held.pop(0))
+
+    @rule(passed_s=st.integers(1, 3), session=st.none() | st.integers(1, 2))
+    def give_up(self, passed_s: int, session: int | None) -> None:
+        """Let time pass, or a session end; nothing stored goes, and no read waits that nobody wants or needs."""
+        self.now += passed_s
+        sealed = [chunk for chunk in self.index._chunks.values() if chunk.state is ChunkState.SEALED]
+        if session is None:
+            self.controller.expire(self.now)
+        else:
+            self.controller.forget(SessionId(session), self.now)
+        assert all(chunk.state is ChunkState.SEALED for chunk in sealed)
+        for fetch in self.controller._promoter._queue:
+            assert fetch.wanted_until > self.now or any(fetch.chunk.children())
+            assert session is None or session not in fetch.asked
 
     def let_go(self, chunks: list[Chunk]) -> None:
         for chunk in chunks:
