@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvist.client.client import Client, Pending
+from kvist.client.client import About, Client, Pending
 from kvist.model.handles import HOST, MemoryHandle
 from kvist.model.keys import Namespace, as_tokens, chain_digests, root_digest, split_digests
 from kvist.model.rows import Row, RowMemory, row_memory
@@ -44,7 +44,7 @@ class FakeEngine:
 
     def __init__(
         self, path: str, *, laid: Laid = SMALL, namespace: Namespace = NAMESPACE, engine_id: str = "engine",
-        name: str = "kvist-engine", deadline_s: float = 30.0, is_guarded: bool = True,
+        name: str = "kvist-engine", deadline_s: float = 30.0, is_guarded: bool = True, about: About | None = None,
     ) -> None:  # fmt: skip
         self.laid = laid
         self.namespace = namespace
@@ -55,7 +55,9 @@ class FakeEngine:
         self.free_blocks = list(range(laid.group.num_blocks))
         for memory in self.memory if is_guarded else []:
             memory.bytes[:] = GUARD
-        self.client = Client(path, engine_id=engine_id, name=name, deadline_s=deadline_s, registrar=self._registration)
+        self.client = Client(
+            path, engine_id=engine_id, name=name, about=about, deadline_s=deadline_s, registrar=self._registration
+        )
 
     def __enter__(self) -> FakeEngine:
         return self
