@@ -10,8 +10,11 @@ from kvist.errors import ConfigError
 KIB: Final = 1024
 MIB: Final = 1024 * KIB
 GIB: Final = 1024 * MIB
+TIB: Final = 1024 * GIB
 
-_UNITS: Final = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS: Final = {
+    "": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
 _BYTES: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -41,7 +44,7 @@ def parse_nbytes(text: str) -> int:
 
 def format_nbytes(nbytes: int) -> str:
     """Return ``nbytes`` for people, in the largest binary unit that keeps it at 1 or more."""
-    for name, unit in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+    for name, unit in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if nbytes >= unit:
             return f"{nbytes / unit:.4g} {name}"
     return f"{nbytes} B"

@@ -30,7 +30,7 @@ def test_what_cannot_be_run_stops_the_start(tmp_path: Path):
     for done, named in (
         (serve("--config", str(config), "--socket", path), ("unknown key 'pol'", "kvist.toml", "known keys")),
         (serve("--socket", path, KVIST_POL="1"), ("unknown key 'pol'", "the environment")),
-        (serve("--socket", path, "--pool", "1000000GiB"), ("a pool of 1e+06 GiB does not fit", "leaves", "--pool")),
+        (serve("--socket", path, "--pool", "1000000GiB"), ("a pool of 976.6 TiB does not fit", "leaves", "--pool")),
         (serve("--socket", "/tmp/" + "x" * 200), ("xxx", "107 bytes", "the command line")),
     ):
         assert done.returncode == 2, done.stderr

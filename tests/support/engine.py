@@ -44,7 +44,7 @@ class FakeEngine:
 
     def __init__(
         self, path: str, *, laid: Laid = SMALL, namespace: Namespace = NAMESPACE, engine_id: str = "engine",
-        name: str = "kvist-engine", deadline_s: float = 30.0, is_guarded: bool = True,
+        name: str = "kvist-engine", deadline_s: float = 30.0, is_guarded: bool = True, about: About | None = None,
     ) -> None:  # fmt: skip
         self.laid = laid
         self.namespace = namespace

@@ -1,8 +1,7 @@
 """What happened between samples of the daemon: differences of counters, and shares of the differences of histograms.
 
 The laws: a counter's difference is never negative. A restarted daemon, which is one of another boot id, counts from 0,
-and so does a counter that has fallen.
-Time is the daemon's own, so that a clock that is set changes no rate.
+and so does a counter that has fallen. Time is the daemon's own, so that a clock that is set changes no rate.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ it runs no code that comes with a request. Health never waits for the daemon.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final
 
 import msgspec
@@ -17,10 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvist.client.client import Build
+from kvist.client.client import Build, Client
 from kvist.client.locating import Located, locate
-from kvist.errors import KvistError, Unreachable
+from kvist.errors import KvistError, Malformed, NotPermitted, ProtocolError, Unreachable
 from kvist.watching.watcher import Sample, Watcher
+from kvist.web import dashboard
 from kvist.web.answers import answer, answer_text, on_fault, on_http_error, on_kvist_error, read_body
 from kvist.web.guard import Guard
 from kvist.web.metrics import Exposition
@@ -31,6 +33,9 @@ FRESH_S: Final = 0.5
 """How old a sample may be that is shown as what is so now."""
 SILENT_S_MAX: Final = 5.0
 """For how long the daemon may say nothing and be called healthy."""
+
+
+_PURGE_S: Final = 60.0
 
 
 class Healthy(msgspec.Struct, frozen=True):
@@ -50,9 +55,18 @@ class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     salt: str = ""
 
 
+class Purge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to drop: of a tenant, of a model, of both, or everything."""
+
+    tenant: str | None = None
+    """Empty for those without a name."""
+    model: str | None = None
+    everything: bool = False
+
+
 def make_app(watcher: Watcher, *, token: str = "", is_loopback: bool = True) -> Starlette:
     """Return the application. With a ``token``, all but health, metrics and ``/openapi.json`` asks for it."""
-    routes = _Routes(watcher)
+    routes = _Routes(watcher, may_purge=bool(token))
     endpoints = routes.table()
     guard = Middleware(
         Guard,
@@ -61,7 +75,10 @@ def make_app(watcher: Watcher, *, token: str = "", is_loopback: bool = True) -> 
         open_paths=frozenset(one.path for one in endpoints if one.is_open),
     )
     return Starlette(
-        routes=[Route(one.path, one.handle, methods=[one.method]) for one in endpoints],
+        routes=[
+            *(Route(one.path, one.handle, methods=[one.method]) for one in endpoints),
+            *dashboard.routes(watcher),
+        ],
         middleware=[guard],
         exception_handlers={HTTPException: on_http_error, KvistError: on_kvist_error, Exception: on_fault},
     )
@@ -70,8 +87,9 @@ def make_app(watcher: Watcher, *, token: str = "", is_loopback: bool = True) -> 
 class _Routes:
     """What is answered, out of what the watcher sees. Plain functions run on threads, and may wait for the daemon."""
 
-    def __init__(self, watcher: Watcher) -> None:
+    def __init__(self, watcher: Watcher, *, may_purge: bool) -> None:
         self._watcher = watcher
+        self._may_purge = may_purge
         self._exposition = Exposition(lambda: watcher.recent(FRESH_S))
         self._document = describe(self.table())
 
@@ -84,6 +102,7 @@ class _Routes:
             Endpoint("GET", "/status", "What 'kvist status --json' prints.", self._status, wire.StatusReply),
             Endpoint("GET", "/api/sessions", "Who is connected.", self._sessions, wire.Description),
             Endpoint("POST", "/api/lookup", "Where a prompt's chunks are.", self._lookup, Located, takes=Prompt),
+            Endpoint("POST", "/api/purge", "Drop what is cached.", self._purge, wire.PurgeReply, takes=Purge),
             Endpoint("GET", "/openapi.json", "This description.", self._describe, dict, is_open=True),
         ]
 
@@ -128,6 +147,23 @@ class _Routes:
             ask, self._sample().sessions, prompt.tokens,
             engine=prompt.engine, adapter=prompt.adapter, salt=prompt.salt,
         )  # fmt: skip
+
+    async def _purge(self, request: Request) -> Response:
+        if not self._may_purge:
+            raise NotPermitted("every user of this host reaches this address: to purge over it, set http_token_file")
+        wanted = await read_body(request, Purge)
+        if wanted.everything == (wanted.tenant is not None or wanted.model is not None):
+            raise Malformed("name a tenant, a model, or both; or say everything")
+        return answer(await run_in_threadpool(self._drop, wanted))
+
+    def _drop(self, wanted: Purge) -> wire.PurgeReply:
+        """Purge over a connection of its own, since health must not wait for it."""
+        client = Client(self._watcher.socket_path, engine_id="kvist-web", name="kvist web purge", deadline_s=_PURGE_S)
+        with contextlib.closing(client):
+            reply = client.call(lambda number: wire.Purge(number, wanted.tenant, wanted.model))
+        if not isinstance(reply, wire.PurgeReply):
+            raise ProtocolError(f"the daemon answered a purge with {type(reply).__name__}")
+        return reply
 
     async def _describe(self, _: Request) -> Response:
         return answer(self._document)

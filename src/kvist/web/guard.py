@@ -8,6 +8,7 @@ anything.
 
 from __future__ import annotations
 
+import base64
 import hmac
 from typing import Final
 from urllib.parse import urlsplit
@@ -38,7 +39,7 @@ class Guard:
             await self._app(scope, receive, send)
         else:
             code, reason = refusal
-            headers = {"www-authenticate": "Bearer"} if code == 401 else {}
+            headers = {"www-authenticate": 'Bearer, Basic realm="kvist"'} if code == 401 else {}
             await refuse(code, reason, headers)(scope, receive, send)
 
     def _refusal(self, path: str, method: str, headers: Headers) -> tuple[int, str] | None:
@@ -49,13 +50,26 @@ class Guard:
         if origin is not None and method not in _SAFE_METHODS and urlsplit(origin).netloc != host:
             return 403, "this request comes from another site's page"
         if self._token and path not in self._open_paths and not self._is_known(headers.get("authorization", "")):
-            return 401, "this needs the header 'Authorization: Bearer TOKEN', with the token of http_token_file"
+            return 401, (
+                "this needs the header 'Authorization: Bearer TOKEN', with the token of http_token_file; in a browser it "
+                "is the password"
+            )
         return None
 
     def _is_known(self, authorization: str) -> bool:
         scheme, _, presented = authorization.partition(" ")
-        is_equal = hmac.compare_digest(presented.strip().encode("latin-1"), self._token)
-        return is_equal and scheme.lower() == "bearer"
+        said = presented.strip().encode("latin-1")
+        if scheme.lower() == "basic":
+            said = _password(said)
+        return hmac.compare_digest(said, self._token) and scheme.lower() in ("bearer", "basic")
+
+
+def _password(credentials: bytes) -> bytes:
+    """Return the password that a browser has asked for, whatever the user's name; empty if there is none."""
+    try:
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 def _name(host: str) -> str:

@@ -1,5 +1,7 @@
 """Callers get what they may have, whatever else they send."""
 
+import base64
+
 import pytest
 
 from kvist.web.app import make_app
@@ -11,6 +13,10 @@ OPEN = ("/healthz", "/readyz", "/metrics", "/openapi.json")
 CLOSED = ("/status", "/api/sessions", "/api/lookup", "/api/purge", "/", "/nothing", "/metrics/", "//metrics")
 
 
+def basic(credentials: str) -> str:
+    return f"Basic {base64.b64encode(credentials.encode()).decode()}"
+
+
 @pytest.mark.parametrize("is_loopback", [True, False])
 def test_only_the_token_opens(seen: Seen, is_loopback: bool):
     """With a token, all but health, metrics and the document needs it, on loopback too, and nothing like it will do."""
@@ -20,12 +26,15 @@ def test_only_the_token_opens(seen: Seen, is_loopback: bool):
     for presented in (
         "", TOKEN, "Bearer", "Bearer ", f"Basic {TOKEN}", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}x",
         f"Bearer x {TOKEN}", f"Bearer {TOKEN.upper()}", "Bearer \xff\xfe",
+        basic(TOKEN), basic(f"{TOKEN}:"), basic(f":{TOKEN}x"), "Basic", "Basic \xff\xfe",
     ):  # fmt: skip
         for path in CLOSED:
             answer = call(app, path, headers={"authorization": presented} if presented else {})
             assert (path, presented, answer.code) == (path, presented, 401)
-            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.headers["www-authenticate"] == 'Bearer, Basic realm="kvist"'
             assert TOKEN not in str(answer)
+    for presented in (basic(f":{TOKEN}"), basic(f"anybody:{TOKEN}")):  # What browsers send.
+        assert call(app, "/", headers={"authorization": presented}).code == 200
     for scheme in ("Bearer", "bearer"):
         assert call(app, "/status", headers={"authorization": f"{scheme} {TOKEN}"}).code == 200
         assert call(app, "/nothing", headers={"authorization": f"{scheme} {TOKEN}"}).code == 404
