@@ -21,6 +21,7 @@ HELP: Final = {
     "pool": "Host memory for the cache, such as 8GiB.",
     "lease_ttl_s": "Seconds that a looked-up prefix is held.",
     "allow_uids": "A user, besides your own and root, who may connect; repeat it for more.",
+    "socket_group": "A group, by name or number, whose members may connect too.",
     "copy_threads": "Threads that copy host memory.",
     "sessions_max": "Most connections.",
     "requests_max": "Most unanswered requests of one connection.",
@@ -41,6 +42,7 @@ METAVARS: Final = {
     "pool": "BYTES",
     "disk_size": "BYTES",
     "allow_uids": "UID",
+    "socket_group": "GROUP",
     "tenant_quota": "NAME=BYTES",
     "http_token_file": "PATH",
 }

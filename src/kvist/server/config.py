@@ -40,6 +40,8 @@ class ServeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long a looked-up prefix is held for an engine that neither loads nor releases it."""
     allow_uids: tuple[int, ...] = ()
     """Users besides the daemon's own (and root) who may connect."""
+    socket_group: str = ""
+    """A group, by name or number, whose members may connect too; empty for none."""
     copy_threads: int = 2
     """Threads that copy host memory."""
     sessions_max: int = 256

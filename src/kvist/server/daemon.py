@@ -28,6 +28,7 @@ from kvist.errors import LayoutRefused
 from kvist.index.eviction import LeastRecentlyUsed
 from kvist.server.config import ServeConfig, process_environment
 from kvist.server.lanes import DeviceContext, Lanes
+from kvist.server.listening import Access
 from kvist.server.readiness import Supervisor
 from kvist.server.runtime import Runtime
 from kvist.server.service import CacheService
@@ -114,7 +115,7 @@ async def _serve(
     )
     try:
         transport = Transport(
-            service, config.socket_path, boot_id=boot_id, allow_uids=config.allow_uids,
+            service, config.socket_path, boot_id=boot_id, access=Access.of(config.allow_uids, config.socket_group),
             sessions_max=config.sessions_max, limits=limits,
         )  # fmt: skip
         await _until_signalled(config, service, transport, door, supervisor, on_ready)

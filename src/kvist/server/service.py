@@ -78,8 +78,9 @@ class CacheService:
         self._index = ChunkIndex(policy, slots.free, tenants)
         self._reserver = Reserver(self._index, slots)
         self._tiers = TierController(
-            behind or TiersBehind(), self._index, self._reserver, runtime.post, on_quiet=self._note_quiet
-        )
+            behind or TiersBehind(), self._index, self._reserver, runtime.post, on_quiet=self._note_quiet,
+            on_promoted=lambda asked_at: self._durations["promotion"].observe(runtime.clock() - asked_at),
+        )  # fmt: skip
         self._purger = Purger(self._index, self._tiers, runtime.post)
         self._leases = LeaseTable(self._index, ttl_s=limits.lease_ttl_s, new_id=runtime.new_id)
         self._registrar = Registrar(
@@ -89,7 +90,7 @@ class CacheService:
         self._sessions: dict[SessionId, Session] = {}
         self._session_ids = itertools.count(1)
         self._counters: Counter[str] = Counter()
-        self._durations = {name: Histogram() for name in ("lookup", "load", "store")}
+        self._durations = {name: Histogram() for name in ("lookup", "load", "store", "promotion")}
         self._began_at = runtime.clock()
         self.is_draining = False
         self._drained: asyncio.Event | None = None
@@ -253,7 +254,7 @@ class CacheService:
                 rows, session=session.id, engine_id=session.engine_id, now=began_at, chunk_s=chunk_s
             ).id
         loading = self._tiers.look_up(
-            Wanted(digests, needs, session.id, began_at + self._limits.lease_ttl_s, tails, chunk_s),
+            Wanted(digests, needs, session.id, began_at + self._limits.lease_ttl_s, tails, chunk_s, began_at),
             [held.chunks for held in rows.values()] if lease_id else [],
             num_found=num_chunks, tail_found=tail,
         )  # fmt: skip

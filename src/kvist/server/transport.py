@@ -13,19 +13,16 @@ import array
 import asyncio
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import resource
 import socket
-import stat
-import struct
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 from kvist import __version__
-from kvist.errors import ConfigError, Malformed, NotPermitted, Overloaded, ProtocolError, Refused, VersionMismatch
+from kvist.errors import Malformed, NotPermitted, Overloaded, ProtocolError, Refused, VersionMismatch
+from kvist.server.listening import Access, listen, peer_of
 from kvist.server.parsing import check_hello, close_all
 from kvist.server.service import CacheService
 from kvist.server.sessions import Peer, Session
@@ -41,8 +38,6 @@ _CONTROL_NBYTES: Final = socket.CMSG_SPACE(FDS_MAX * 4)
 _CLOEXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
 _TRUNCATED: Final = int(socket.MSG_CTRUNC)
 """Plain integers: arithmetic on Python's flag types costs several microseconds."""
-_UCRED: Final = struct.Struct("3i")
-_PRIVATE: Final = stat.S_IRWXU
 _SHORTAGES: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _ACCEPT_PAUSE_S: Final = 0.1
 """How long connections wait in the kernel's queue when there is no room for one and none ends."""
@@ -52,14 +47,14 @@ class Transport:
     """Listens on one path, and owns its connections."""
 
     def __init__(
-        self, service: CacheService, path: str, *, boot_id: str, allow_uids: Sequence[int], sessions_max: int,
+        self, service: CacheService, path: str, *, boot_id: str, access: Access, sessions_max: int,
         limits: wire.Limits,
     ) -> None:  # fmt: skip
         self.service = service
         self.boot_id = boot_id
         self.limits = limits
         self.scratch = memoryview(bytearray(_READ_NBYTES))
-        self._allowed = {os.getuid(), 0, *allow_uids}
+        self._access = access
         self._sessions_max = sessions_max
         self._path = path
         self._loop = asyncio.get_running_loop()
@@ -70,7 +65,7 @@ class Transport:
         """Set while nothing is accepted."""
         self._is_short = False
         """The last connection could not be accepted."""
-        self._lock_fd, self._listener = _listen(path, is_private=not allow_uids)
+        self._lock_fd, self._listener = listen(path, access)
         self._loop.add_reader(self._listener, self._accept)
 
     def stop_listening(self) -> None:
@@ -109,10 +104,10 @@ class Transport:
             return
         self._is_short = False
         sock.settimeout(0)
-        pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        pid, uid, gid = peer_of(sock)
         refusal: Refused | None = None
-        if uid not in self._allowed:
-            refusal = NotPermitted(f"user {uid} may not use this daemon; it serves {sorted(self._allowed)}")
+        if not self._access.allows(sock, uid, gid):
+            refusal = NotPermitted(f"user {uid} may not use this daemon; it serves {self._access}")
         elif len(self._connections) >= self._sessions_max:
             refusal = Overloaded(f"{len(self._connections)} connections are open")
         if refusal is not None:
@@ -333,67 +328,3 @@ class _Connection:
 def descriptors_max() -> int:
     """Return how many descriptors this process may have."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def _listen(path: str, *, is_private: bool) -> tuple[int, socket.socket]:
-    """Bind ``path``, taking it over from a daemon that is dead; return a lock on it, and the listening socket.
-
-    Raises:
-        ConfigError: a living daemon has it, or its directory is not safe; names the process or the directory.
-    """
-    directory = Path(path).parent
-    try:
-        directory.mkdir(mode=_PRIVATE, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"socket {path}: its directory cannot be made: {error}") from error
-    found = directory.stat()
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
-        raise ConfigError(f"socket {path}: others may write to {directory}; use a directory of your own")
-    if found.st_uid not in (os.getuid(), 0):
-        raise ConfigError(f"socket {path}: {directory} belongs to user {found.st_uid}, not to {os.getuid()}")
-    lock_fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock_fd)
-        raise ConfigError(f"socket {path} is in use by a kvist daemon{_owner(path)}") from None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    try:
-        if owner := _owner(path):
-            raise ConfigError(f"socket {path} is in use by another program{owner}")
-        _unlink_stale(path)
-        mask = os.umask(0o177 if is_private else 0o111)
-        try:
-            listener.bind(path)
-        finally:
-            os.umask(mask)
-        listener.listen(128)
-    except (OSError, ConfigError) as error:
-        listener.close()
-        os.close(lock_fd)
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"socket {path} cannot be bound: {error}") from error
-    return lock_fd, listener
-
-
-def _unlink_stale(path: str) -> None:
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ConfigError(f"socket {path}: there is a file of another kind")
-    except FileNotFoundError:
-        return
-    logger.info("socket of a dead daemon taken over path=%s", path)
-    os.unlink(path)
-
-
-def _owner(path: str) -> str:
-    """Return `` (pid N)`` if somebody listens at ``path``, else nothing."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except OSError:
-            return ""
-        pid, _, _ = _UCRED.unpack(probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        return f" (pid {pid})"

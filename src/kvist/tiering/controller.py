@@ -57,8 +57,12 @@ class TierController:
         post: Callable[[Callable[[], None]], None],
         *,
         on_quiet: Callable[[], None],
+        on_promoted: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Begin; ``on_quiet`` is called when the last read or write has ended."""
+        """Begin; ``on_quiet`` is called when the last read or write has ended.
+
+        ``on_promoted`` is told of each chunk that has come from a tier when it was first asked for.
+        """
         self._tiers = behind.tiers
         self._policy = behind.policy
         self._on_quiet = on_quiet
@@ -66,7 +70,9 @@ class TierController:
         reserved_nbytes_max = len(behind.pool) // _RESERVED_SHARE_MAX
         self._purges: list[IsOwner] = []
         """Those that have not ended."""
-        self._promoter = Promoter(index, reserver, staging, reserved_nbytes_max=reserved_nbytes_max)
+        self._promoter = Promoter(
+            index, reserver, staging, reserved_nbytes_max=reserved_nbytes_max, on_promoted=on_promoted
+        )
         self._demoters = [Demoter(index, staging, number, self._is_barred) for number in range(len(behind.tiers))]
 
     @property

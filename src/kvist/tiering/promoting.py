@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeGuard
 
@@ -60,6 +60,7 @@ class _Fetch:
     tier: int
     parent: ChunkKey | None
     slot_nbytes: int
+    asked_at: float
     asked: dict[SessionId, float] = field(default_factory=dict)
     """Who may wait for it, and until when."""
 
@@ -81,6 +82,7 @@ class Wanted:
     tails: Sequence[Digest] = ()
     chunk_s: float = 0.0
     """What computing one chunk costs who asks; 0 if that is not known."""
+    asked_at: float = 0.0
 
     def key(self, row: Row, number: int) -> ChunkKey:
         """Return the key of a chunk by its place in the prefix."""
@@ -90,8 +92,20 @@ class Wanted:
 class Promoter:
     """Owns every read from a tier. The daemon's loop is its only caller."""
 
-    def __init__(self, index: ChunkIndex, reserver: Reserver, staging: Staging, *, reserved_nbytes_max: int) -> None:
-        """Read into the pool of ``staging``; reads that are queued or begun take at most so many bytes of it."""
+    def __init__(
+        self,
+        index: ChunkIndex,
+        reserver: Reserver,
+        staging: Staging,
+        *,
+        reserved_nbytes_max: int,
+        on_promoted: Callable[[float], None],
+    ) -> None:
+        """Read into the pool of ``staging``; reads that are queued or begun take at most so many bytes of it.
+
+        ``on_promoted`` is told of each chunk that has come when it was first asked for.
+        """
+        self._on_promoted = on_promoted
         self._index = index
         self._reserver = reserver
         self._staging = staging
@@ -285,7 +299,8 @@ class Promoter:
             self.counters["promotions_refused"] += 1
             return None
         chunk = self._index.reserve(key, parent, slot_offset, stored.slot_nbytes, owner=owner)
-        fetch = _Fetch(chunk, stored.tier, parent.key if parent is not None else None, stored.slot_nbytes)
+        parent_key = parent.key if parent is not None else None
+        fetch = _Fetch(chunk, stored.tier, parent_key, stored.slot_nbytes, wanted.asked_at)
         self._fetches[key] = fetch
         self._note_asked(wanted, [key])
         self._queue.append(fetch)
@@ -315,6 +330,7 @@ class Promoter:
         elif self._index.seal(fetch.chunk, stored.checksum, stored.nbytes):
             self.counters["chunks_promoted"] += 1
             self.counters["bytes_promoted"] += stored.nbytes
+            self._on_promoted(fetch.asked_at)
 
 
 def _is_as_expected(fetch: _Fetch, stored: StoredChunk) -> bool:

@@ -36,6 +36,7 @@ SILENT_S_MAX: Final = 5.0
 
 
 _PURGE_S: Final = 60.0
+_NO_PURGE: Final = "every user of this host reaches this address: to purge over it, set http_token_file"
 
 
 class Healthy(msgspec.Struct, frozen=True):
@@ -150,10 +151,10 @@ class _Routes:
 
     async def _purge(self, request: Request) -> Response:
         if not self._may_purge:
-            raise NotPermitted("every user of this host reaches this address: to purge over it, set http_token_file")
+            raise NotPermitted(_NO_PURGE)
         wanted = await read_body(request, Purge)
         if wanted.everything == (wanted.tenant is not None or wanted.model is not None):
-            raise Malformed("name a tenant, a model, or both; or say everything")
+            raise Malformed(f"{wanted}: name a tenant, a model, or both; or say everything")
         return answer(await run_in_threadpool(self._drop, wanted))
 
     def _drop(self, wanted: Purge) -> wire.PurgeReply:

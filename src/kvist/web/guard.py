@@ -51,8 +51,8 @@ class Guard:
             return 403, "this request comes from another site's page"
         if self._token and path not in self._open_paths and not self._is_known(headers.get("authorization", "")):
             return 401, (
-                "this needs the header 'Authorization: Bearer TOKEN', with the token of http_token_file; in a browser it "
-                "is the password"
+                "this needs the header 'Authorization: Bearer TOKEN', with the token of http_token_file; in a browser "
+                "it is the password"
             )
         return None
 

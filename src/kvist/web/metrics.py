@@ -164,6 +164,7 @@ HISTOGRAMS: Final = {
     "lookup": ("kvist_lookup_seconds", "From a lookup's frame to its reply."),
     "load": ("kvist_load_seconds", "From a load's request to its landing."),
     "store": ("kvist_store_seconds", "From a store's request to its landing."),
+    "promotion": ("kvist_promotion_seconds", "From the lookup of a chunk in a tier to its place in the pool."),
 }
 
 

@@ -122,7 +122,8 @@ class StatusReply(msgspec.Struct, frozen=True, tag="status_reply"):
     lane_rates: dict[str, float] = {}
     """What was measured at the start, bytes per second: ``populate`` for making the pool present, ``memcpy``."""
     histograms: dict[str, HistogramStatus] = {}
-    """``lookup``, from its frame to its reply; ``load`` and ``store``, from the request to the landing."""
+    """``lookup``, from its frame to its reply; ``load`` and ``store``, from the request to the landing; ``promotion``,
+    of each chunk that has come from a tier, from its first lookup."""
 
 
 class SessionRow(msgspec.Struct, frozen=True):

@@ -404,3 +404,20 @@ def test_a_negative_cost_is_refused(engine: SimulatedEngine):
     _, reply = engine.replies.pop()
     assert isinstance(reply, wire.Error)
     assert reply.code == "malformed"
+
+
+def test_a_promotion_takes_from_its_first_lookup_to_its_place(daemon: SimulatedDaemon, engine: SimulatedEngine):
+    """Each chunk that comes from a tier is counted once, with the time that its first asker had to wait."""
+    store(engine, *A)
+    daemon.settle()
+    flood(engine)
+    before = sum(daemon.status().histograms["promotion"].counts)
+    ask(engine, *A)
+    daemon.now += 0.2
+    ask(engine, *A)
+    daemon.settle()
+    found = daemon.status().histograms["promotion"]
+    num_promoted = daemon.status().counters["chunks_promoted"]
+    assert num_promoted >= len(A)
+    assert sum(found.counts) - before == num_promoted
+    assert found.counts[found.bounds_s.index(0.25)] == num_promoted
