@@ -36,6 +36,9 @@ def test_the_quickstart_is_true(light: Installation, tmp_path: Path):
     assert shell.returncode == 0, complaints
     assert f"kvist {__version__}, protocol " in said
     assert "0 sealed, 0 being written, 0 pinned" in said
+    assert "every byte verified" in said
+    (loaded,) = re.findall(r'^kvist_bytes_total\{direction="load"\} (\S+)$', said, re.MULTILINE)
+    assert float(loaded) > 0
     assert "kvist: ready" in complaints
     assert re.search(rf"directory +{tmp_path}/kvist-chunks *\n", said)
     assert re.search(r"state +sound *\n", said)

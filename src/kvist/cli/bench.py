@@ -16,12 +16,13 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from kvist.cli.asking import Json, Socket, silenced, socket_path
+from kvist.cli.asking import Daemon, Json, Socket, silenced, socket_path
 from kvist.cli.board import duration_text
 from kvist.cli.output import errors, output, print_error, print_json
 from kvist.client.synthetic import Round, Shape, SyntheticEngine
 from kvist.errors import KvistError, LayoutError
 from kvist.units import format_nbytes
+from kvist.wire import messages as wire
 
 EPILOG = "Example: kvist bench --tokens 8192 --layers 32 --heads 8 --head-size 128"
 _DTYPES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -88,6 +89,12 @@ def measure(path: str, shape: Shape, num_rounds: int) -> Result:
     Raises:
         KvistError: the daemon is not there, refuses, or has served a wrong byte.
     """
+    with contextlib.closing(Daemon(path)) as daemon:
+        pool_nbytes = daemon.ask(wire.Status, wire.StatusReply).pool_nbytes
+    if shape.nbytes > pool_nbytes:
+        raise LayoutError(
+            f"{format_nbytes(shape.nbytes)} do not fit into the pool of {format_nbytes(pool_nbytes)}; use fewer --tokens"
+        )
     with (
         contextlib.closing(SyntheticEngine(path, shape)) as engine,
         Progress(console=errors, transient=True) as progress,
