@@ -93,7 +93,8 @@ def measure(path: str, shape: Shape, num_rounds: int) -> Result:
         pool_nbytes = daemon.ask(wire.Status, wire.StatusReply).pool_nbytes
     if shape.nbytes > pool_nbytes:
         raise LayoutError(
-            f"{format_nbytes(shape.nbytes)} do not fit into the pool of {format_nbytes(pool_nbytes)}; use fewer --tokens"
+            f"{format_nbytes(shape.nbytes)} do not fit into the pool of {format_nbytes(pool_nbytes)}; use fewer "
+            f"--tokens"
         )
     with (
         contextlib.closing(SyntheticEngine(path, shape)) as engine,
