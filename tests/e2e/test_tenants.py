@@ -57,7 +57,7 @@ def test_a_purge_takes_the_named_and_leaves_what_is_held(tmp_path: Path):
         reply = purge(engine, "a")
         assert (reply.num_chunks, reply.num_kept) == (5, 0)
         assert purge(engine, model="unknown").num_chunks == 0
-        assert (purge(engine, model="", tenant="b").num_chunks, purge(engine).num_chunks) == (5, 5)
+        assert (purge(engine, model="model", tenant="b").num_chunks, purge(engine).num_chunks) == (5, 5)
         assert daemon.status().pool_used_nbytes == 0
 
 
@@ -91,5 +91,6 @@ def test_the_command_line_shows_tenants(tmp_path: Path):
             engine.store(prompt_of(number))
         command = [sys.executable, "-m", "kvist", "status", "--socket", daemon.path]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-        assert "tenant team-a" in shown
-        assert "tenant (no name)" in shown
+        lines = {words[0]: words[1:] for line in shown.splitlines() if (words := line.split())}
+        assert lines["team-a"] == ["20", "KiB", "5", "0"]
+        assert lines["(no"] == ["name)", "20", "KiB", "5", "0"]

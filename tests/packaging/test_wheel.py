@@ -74,7 +74,7 @@ def test_the_daemon_runs_from_the_wheel(served: Installation):
             wait_until(lambda: os.path.exists(path) or daemon.poll() is not None)
             status = served.run("kvist", "status", "--socket", path)
             assert status.returncode == 0, status.stderr
-            assert f"kvist daemon, pid {daemon.pid}" in status.stdout
+            assert f", pid {daemon.pid}," in status.stdout
         finally:
             daemon.send_signal(signal.SIGTERM)
             _, said = daemon.communicate(timeout=30)

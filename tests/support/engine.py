@@ -57,7 +57,7 @@ class FakeEngine:
         self.free_blocks = list(range(laid.group.num_blocks))
         for memory in self.memory if is_guarded else []:
             memory.bytes[:] = GUARD
-        about = About(describe_namespace(namespace), (wire.NeedSpec("full"),), {"engine": "fake 1"})
+        about = about or About(describe_namespace(namespace), (wire.NeedSpec("full"),), {"engine": "fake 1"})
         self.client = Client(
             path, engine_id=engine_id, name=name, about=about, deadline_s=deadline_s, registrar=self._registration
         )

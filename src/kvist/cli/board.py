@@ -48,6 +48,8 @@ def board(figures: Figures | None, failure: str = "", *, has_rates: bool = True)
     if has_rates:
         parts += [_hits(f"last {figures.window_s:.0f} s", figures.lately, figures.unit)]
     parts += ["", _copies(figures, has_rates=has_rates)]
+    if _are_told_apart(figures.status.tenants):
+        parts += ["", _tenants(figures.status.tenants)]
     if figures.engines:
         parts += ["", _engines(figures.engines)]
     parts += ["", *(Text(line, style="dim") for line in _footer(figures))]
@@ -127,6 +129,19 @@ def _quantiles(durations: Durations | None) -> tuple[str, str]:
 
 def _rate(per_s: float | None) -> str:
     return _NOTHING if per_s is None else f"{per_s / 1e9:.2f} GB/s"
+
+
+def _are_told_apart(tenants: Sequence[wire.TenantStatus]) -> bool:
+    return len(tenants) > 1 or any(tenant.quota_nbytes for tenant in tenants)
+
+
+def _tenants(tenants: Sequence[wire.TenantStatus]) -> Table:
+    table = Table("tenant", "used", "chunks", "evicted", box=None, padding=_PADDING)
+    for tenant in tenants:
+        quota = f" of {format_nbytes(tenant.quota_nbytes)}" if tenant.quota_nbytes else ""
+        used = f"{format_nbytes(tenant.nbytes)}{quota}"
+        table.add_row(tenant.name or "(no name)", used, f"{tenant.num_chunks:,}", f"{tenant.num_evicted:,}")
+    return table
 
 
 def _engines(engines: Sequence[Engine]) -> Table:
