@@ -75,6 +75,33 @@ def test_http_and_the_command_line_say_the_same(web: Daemon):
         assert printed[key] == shown[key]
 
 
+def test_whoever_has_the_token_may_purge(tmp_path: Path, connect: Connect, prompt: list[int]):
+    """By model, by tenant, or all of it; nothing without the token, and nothing that is not named."""
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    with Daemon(tmp_path, arguments=["--http", "127.0.0.1:0", "--http-token-file", str(token)]) as web:
+        wait_until(lambda: code(web.url) == 200)
+        engine = connect(web)
+        engine.store(prompt)
+
+        def purge(body: bytes, **headers: str) -> tuple[int, object]:
+            answer = request(web.url, "/api/purge", method="POST", headers={**JSON, **headers}, body=body)
+            return answer.code, answer.json
+
+        known = {"authorization": f"Bearer {TOKEN}"}
+        assert purge(b'{"everything": true}')[0] == 401
+        for body in (b"{}", b'{"everything": true, "model": "model"}', b'{"what": 1}'):
+            assert purge(body, **known)[0] == 400
+        assert purge(b'{"model": "another"}', **known)[1]["num_chunks"] == 0
+        assert engine.num_found(prompt) == 5
+        assert purge(b'{"model": "model"}', **known) == (
+            200, {"type": "purge_reply", "id": 2, "num_chunks": 5, "nbytes": 5 * 4096, "num_kept": 0, "tiers": {}}
+        )  # fmt: skip
+        assert engine.num_found(prompt) == 0
+        assert web.count("chunks_purged") == 5
+
+
 def test_a_process_that_dies_is_started_again(web: Daemon):
     """Killed, it comes back at the same address, with a line in the log; the daemon goes on meanwhile."""
     first = web.http_pid
