@@ -7,6 +7,8 @@ equal flags counts, and underscores in a flag are dashes. Source: vLLM 0.32 ``ut
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from collections.abc import Mapping
 from typing import Any, Final
@@ -19,6 +21,7 @@ from kvist.errors import ConfigError
 
 MODULE_PATHS: Final = (MODULE_PATH, f"{MODULE_PATH}.connector")
 _TRANSFER: Final = "--kv-transfer-config"
+_BARE_JSON: Final = re.compile(r"--kv[-_]transfer[-_]config[ =]\s*\{")
 _PARENT: Final = "MultiConnector"
 
 
@@ -29,7 +32,7 @@ def read_arguments(text: str, version: str | NotKnown) -> Vllm:
         ConfigError: it is no command line: a quotation that does not end.
     """
     try:
-        flags = _read_flags(shlex.split(text))
+        flags = _read_flags(shlex.split(_quote_json(text)))
     except ValueError as error:
         raise ConfigError(f"--vllm: {error}; put all that follows 'vllm serve' between quotation marks") from error
     transfer = _read_transfer(flags)
@@ -52,6 +55,19 @@ def read_transfer(text: str, version: str | NotKnown) -> Vllm:
     """Return the value of ``--kv-transfer-config`` as facts."""
     transfer = _read_transfer({_TRANSFER: text})
     return Vllm(version, transfer, _read_options(transfer), has_arguments=False)
+
+
+def _quote_json(text: str) -> str:
+    """Put a bare JSON object behind our flag between quotation marks: around all of it there may be some already."""
+    found = _BARE_JSON.search(text)
+    if found is None:
+        return text
+    start = found.end() - 1
+    try:
+        _, end = json.JSONDecoder().raw_decode(text, start)
+    except json.JSONDecodeError:
+        return text
+    return f"{text[:start]}{shlex.quote(text[start:end])}{text[end:]}"
 
 
 def _read_flags(words: list[str]) -> dict[str, str]:

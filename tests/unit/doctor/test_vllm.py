@@ -26,6 +26,16 @@ def test_the_flag_that_we_name_is_right():
     assert vllm == Vllm(vllm.version, by_name, Options(), has_arguments=True)
 
 
+@pytest.mark.parametrize("between", [" ", "=", "  "])
+def test_a_flag_inside_of_quotation_marks_needs_none_of_its_own(between: str):
+    """Between single quotation marks there is no room for others: what is JSON is taken as it stands."""
+    flag = f"--kv-transfer-config{between}{FLAG.partition(' ')[2].strip(chr(39))}"
+    vllm = read(f"model {flag} --no-enable-prefix-caching")
+    assert vllm.transfer == msgspec.structs.replace(OURS, kv_connector_module_path=None)
+    assert vllm.is_prefix_caching_off
+    assert isinstance(read('model --kv-transfer-config {"a": 1').transfer, NotKnown)
+
+
 @pytest.mark.parametrize(
     ("text", "field", "value"),
     [
