@@ -51,9 +51,9 @@ def watch() -> None:
         for number, group in enumerate(self._cache_config.kv_cache_groups):
             LAYERS[number] = [kv_caches[name] for name in group.layer_names]
 
-    def on_store(self: WorkerSide, part: StorePart, row: int) -> Any:
+    def on_store(self: WorkerSide, part: StorePart, row: int, tenant: str) -> Any:
         note_stamps(stamps_of(part))
-        return send_store(self, part, row)
+        return send_store(self, part, row, tenant)
 
     def on_load(self: SchedulerSide, tracked: Any, *arguments: Any) -> None:
         if SIGNAL:
