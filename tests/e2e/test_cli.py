@@ -1,5 +1,6 @@
 """Commands against a daemon that runs, with an engine that works."""
 
+import contextlib
 import json
 import os
 import pty
@@ -110,6 +111,7 @@ def test_top_is_live(daemon: Daemon, connect: Connect, prompt: list[int]):
         daemon.stop()
         read_until(master, lambda text: "does not answer" in text)
         os.write(master, b"q")
+        read_rest(master)
         assert shown.wait(10) == 0
     finally:
         shown.kill()
@@ -130,3 +132,10 @@ def read_until(master: int, is_enough: Callable[[str], bool], deadline_s: float 
         if select.select([master], [], [], 0.1)[0]:
             text += os.read(master, 1 << 16).decode(errors="replace")
     return text
+
+
+def read_rest(master: int) -> None:
+    """Read what a program still has to say, which waits for a reader, until the last one at the terminal has ended."""
+    with contextlib.suppress(OSError):
+        while os.read(master, 1 << 16):
+            pass

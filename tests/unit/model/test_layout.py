@@ -103,7 +103,11 @@ def test_runs_are_rows_joined_in_canonical_order(plane: LayerPlane):
     ]
 
 
-@pytest.mark.parametrize(("lay", "num_runs"), [(nhd, 1), (kv_apart, 1), (hnd, 8), (opaque, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("lay", "num_runs"),
+    [(nhd, 1), (kv_apart, 1), (hnd, 8), (opaque, 1)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_neighbouring_rows_are_one_run(lay, num_runs: int):
     """Rows that lie one behind another are copied as one."""
     starts, nbytes = lay(Shape(block_tokens=4, num_heads=2)).group.planes[0].runs()
