@@ -70,7 +70,7 @@ def test_what_was_purged_stays_away_after_a_restart(tmp_path: Path):
             for number, tenant in enumerate(("a", "b", "c")):
                 engine.tenant = tenant
                 engine.store(prompt_of(number))
-            wait_until(lambda: daemon.status().counters["chunks_demoted"] == 15, what="writes")
+            wait_until(lambda: daemon.count("chunks_demoted") == 15, what="writes")
             assert purge(engine, "a").tiers == {"disk": 5}
         assert daemon.stop() == 0
         command = [sys.executable, "-m", "kvist", "disk", "purge", str(disk), "--tenant", "b", "--json"]
