@@ -17,7 +17,7 @@ demo: $(VENV)/.ready $(VLLM)/.ready $(MODELS)/smollm2/.ready
 	$(VENV)/bin/python demo/run.py
 
 test: $(VENV)/.ready
-	$(VENV)/bin/python -m pytest tests --numprocesses 2 --dist loadgroup
+	$(VENV)/bin/python -m pytest tests
 
 check: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

@@ -4,13 +4,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run on several processes, keep those of a file on one, and so all that start engines."""
-    for item in items:
-        is_engine = "engines" in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("engines" if is_engine else str(item.path)))
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--crashes", type=int, default=200, help="crash points of the disk tier; 10,000 take minutes")
     parser.addoption("--kills", type=int, default=3, help="how often a daemon with a disk is killed under load")
