@@ -14,8 +14,8 @@ from typing import Annotated, Final, TypeVar
 import typer
 
 from kvist.cli.output import print_error
-from kvist.client.client import Build, Client
-from kvist.errors import KvistError, ProtocolError
+from kvist.client.client import Build, Client, expect
+from kvist.errors import KvistError
 from kvist.server.config import load_config, process_environment
 
 T = TypeVar("T")
@@ -49,10 +49,7 @@ class Daemon:
         Raises:
             KvistError: the daemon refused, is not there, or answered something else.
         """
-        reply = self._client.call(build, deadline_s)
-        if not isinstance(reply, expected):
-            raise ProtocolError(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
-        return reply
+        return expect(self._client.call(build, deadline_s), expected)
 
     def close(self) -> None:
         """Leave. Idempotent."""

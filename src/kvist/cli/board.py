@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kvist.units import format_nbytes
 from kvist.watching.differences import Durations
-from kvist.watching.figures import Engine, Figures, Fill, Tokens, notices
+from kvist.watching.figures import CEILING, Engine, Figures, Fill, Tokens, notices
 from kvist.watching.watcher import Sample
 from kvist.wire import messages as wire
 
@@ -165,7 +165,7 @@ def _footer(figures: Figures) -> list[str]:
         f"{status.num_copies_in_flight} copies in flight"
     )
     lines = [held, f"{figures.saved_s:,.1f} s of computing saved"]
-    ceiling = figures.status.lane_rates.get("memcpy")
+    ceiling = figures.status.lane_rates.get(CEILING)
     if ceiling:
         lines.append(f"one thread copies {ceiling / 1e9:.1f} GB/s inside the pool, measured at the start")
     return [*lines, *(["to look at: " + ", ".join(worries)] if worries else [])]

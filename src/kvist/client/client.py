@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from kvist.client.connection import Connection
 from kvist.errors import DeadlineExceeded, KvistError, Overloaded, ProtocolError, Unreachable, refusal
@@ -87,6 +87,20 @@ class _Link:
     """The first answer that said no to one of them."""
     fault: str = ""
     """Why nothing more is said on this connection."""
+
+
+T = TypeVar("T")
+
+
+def expect(reply: wire.Reply, expected: type[T]) -> T:
+    """Return a reply as what its request is answered with.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    if not isinstance(reply, expected):
+        raise ProtocolError(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
+    return reply
 
 
 class Client:

@@ -12,8 +12,8 @@ from typing import Final
 
 import msgspec
 
-from kvist.client.client import Build
-from kvist.errors import ProtocolError, UnknownEngine
+from kvist.client.client import Build, expect
+from kvist.errors import UnknownEngine
 from kvist.model.keys import as_tokens, chain_digests, root_digest
 from kvist.wire import messages as wire
 from kvist.wire.describing import parse_namespace
@@ -73,9 +73,7 @@ def locate(
     if digests:
         # An engine that has not told what it needs asks without that, too: it has one group, of all tokens.
         reply = ask(lambda number: wire.Find(number, digests, needs) if needs else wire.Find(number, digests))
-        if not isinstance(reply, wire.Found):
-            raise ProtocolError(f"the daemon answered with {type(reply).__name__}, not Found")
-        found = reply
+        found = expect(reply, wire.Found)
     places = ["nowhere", "pool", *found.tiers]
     return Located(
         model=namespace.model,

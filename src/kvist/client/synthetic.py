@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvist.client.client import Build, Client
+from kvist.client.client import Build, Client, expect
 from kvist.errors import LayoutError, ProtocolError
 from kvist.model.handles import HOST, MemoryHandle
 from kvist.model.keys import Digest, as_tokens, chain_digests
@@ -167,9 +167,7 @@ class SyntheticEngine:
         began_at = time.perf_counter()
         reply = self._client.call(build, _DEADLINE_S)
         seconds = time.perf_counter() - began_at
-        if not isinstance(reply, expected):
-            raise ProtocolError(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
-        return seconds, reply
+        return seconds, expect(reply, expected)
 
     def _copy_once(self, blocks: npt.NDArray[np.int32]) -> float:
         """Return what one thread takes to copy the same blocks, layer by layer."""

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from kvist.client.client import Build, Client
-from kvist.errors import KvistError, ProtocolError
+from kvist.client.client import Build, Client, expect
+from kvist.errors import KvistError
 from kvist.wire import messages as wire
 
 PERIOD_S: Final = 1.0
@@ -103,9 +103,7 @@ class Watcher:
         """
         with self._lock:
             reply = self._client.call(build)
-        if not isinstance(reply, expected):
-            raise ProtocolError(f"the daemon answered with {type(reply).__name__}, not {expected.__name__}")
-        return reply
+        return expect(reply, expected)
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

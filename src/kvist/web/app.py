@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvist.client.client import Build, Client
+from kvist.client.client import Build, Client, expect
 from kvist.client.locating import Located, locate
-from kvist.errors import KvistError, Malformed, NotPermitted, ProtocolError, Unreachable
+from kvist.errors import KvistError, Malformed, NotPermitted, Unreachable
 from kvist.watching.watcher import Sample, Watcher
 from kvist.web import dashboard
 from kvist.web.answers import answer, answer_text, on_fault, on_http_error, on_kvist_error, read_body
@@ -162,9 +162,7 @@ class _Routes:
         client = Client(self._watcher.socket_path, engine_id="kvist-web", name="kvist web purge", deadline_s=_PURGE_S)
         with contextlib.closing(client):
             reply = client.call(lambda number: wire.Purge(number, wanted.tenant, wanted.model))
-        if not isinstance(reply, wire.PurgeReply):
-            raise ProtocolError(f"the daemon answered a purge with {type(reply).__name__}")
-        return reply
+        return expect(reply, wire.PurgeReply)
 
     async def _describe(self, _: Request) -> Response:
         return answer(self._document)
